@@ -1,5 +1,5 @@
-"""The algorithms of a run, called as one. Their answers are checked against what was asked; errors name the
-algorithm."""
+"""One object that stands for all algorithms of a run: each call is passed on to them in order. The prompts, rewards,
+advantages and losses that they return are checked for shape and type; errors name the algorithm."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Algorithms:
         session: the run's session.
 
     Attributes:
-        rounds, oversampling: the largest value of any algorithm; 1 without any.
+        rounds, oversampling: the largest value of these attributes among the algorithms; 1 without algorithms.
 
     Raises:
         ConfigError: two algorithms decide the same thing (prompts or advantages).
@@ -73,12 +73,13 @@ class Algorithms:
 
     @functools.cached_property
     def filters(self) -> bool:
-        """True where a batch may consist of some of the groups that were sampled for it."""
+        """True where more groups may be sampled for a batch than are trained on."""
         return self.rounds > 1 or self.oversampling > 1 or bool(self._having("keep"))
 
     @functools.cached_property
     def judges(self) -> bool:
-        """True where an algorithm reads the rewards of a batch for more than filtering."""
+        """True where an algorithm observes or replaces rewards or advantages, so that it needs a batch's rewards for
+        more than `keep`."""
         return any(self._having(method) for method in ("observe", "rewards", "advantages"))
 
     @property
@@ -94,11 +95,11 @@ class Algorithms:
     # --- prompts ----------------------------------------------------------------------------------------------------
 
     def draw(self, count: int, size: int) -> list[int] | None:
-        """Return the row numbers that an algorithm has chosen; None where it leaves the choice to the run, or no
-        algorithm draws.
+        """Return `count` row numbers of a dataset of `size` rows, as an algorithm has chosen them. None where no
+        algorithm chooses prompts, or the one that does leaves the choice to the run.
 
         Raises:
-            ComponentError: the answer is not `count` rows of a dataset of `size` rows.
+            ComponentError: the algorithm returned something else, or not the same on all ranks.
         """
         for component, algorithm in self._having("draw"):
             drawn = asked(component, algorithm, "draw", count, size)
@@ -114,8 +115,9 @@ class Algorithms:
         return None
 
     def draw_or_any(self, count: int, size: int, weight_version: int) -> list[int]:
-        """Return the row numbers of `draw`; else random rows, each once where there are enough, the same at each start
-        of the run."""
+        """Return the row numbers of `draw`, or random ones where `draw` returns None. Random rows differ from each
+        other where the dataset has enough, and depend only on the run's seed, the weight version and the number of
+        calls."""
         drawn = self.draw(count, size)
         if drawn is not None:
             return drawn
@@ -128,12 +130,12 @@ class Algorithms:
     # --- batches ----------------------------------------------------------------------------------------------------
 
     def observe(self, groups: Groups) -> None:
-        """Show all algorithms what a round has sampled."""
+        """Pass the groups of a round of sampling to all algorithms that override `observe`."""
         for component, algorithm in self._having("observe"):
             asked(component, algorithm, "observe", groups)
 
     def keep(self, groups: Groups) -> list[bool]:
-        """Return which groups all algorithms keep; groups without any reward are never kept. Collective.
+        """Return for each group whether all algorithms keep it; a group without any reward is never kept. Collective.
 
         Raises:
             ComponentError: an algorithm returned something else than a bool per group, or not the same on all ranks.
@@ -153,7 +155,7 @@ class Algorithms:
         return kept
 
     def rewards(self, groups: Groups) -> Groups:
-        """Return the groups with the rewards that are to be trained on.
+        """Return the groups with the rewards that the algorithms put in place of the given ones.
 
         Raises:
             ComponentError: an algorithm returned a tensor of another shape, or no finite number where a reward function
@@ -168,7 +170,8 @@ class Algorithms:
         return groups
 
     def advantages(self, groups: Groups) -> Tensor | None:
-        """Return the advantages, (groups, num_generations), 0 where a row has no reward; None keeps TRL's.
+        """Return the advantages of the algorithm that computes them, (groups, num_generations), 0 where a row has no
+        reward. None keeps TRL's.
 
         Raises:
             ComponentError: an algorithm returned a tensor of another shape, or numbers that are not finite.
@@ -241,8 +244,17 @@ class Algorithms:
 
 
 def _shaped(component: Component, method: str, found: Any, like: Tensor, needed: Tensor) -> Tensor:
-    """Return what an algorithm returned, after checking that it is a tensor of the shape of `like`, with finite numbers
-    where `needed`."""
+    """Check that what an algorithm returned is a tensor, and return it with the dtype and device of `like`.
+
+    Args:
+        method: the algorithm's method, for the message.
+        found: what the method returned.
+        like: a tensor of the shape that is required.
+        needed: bool, where the numbers must be finite.
+
+    Raises:
+        ComponentError: the check fails.
+    """
     wanted = f"a tensor of finite numbers, of shape {tuple(like.shape)}"
     if not isinstance(found, Tensor):
         raise fault(component, method, type(found).__name__, wanted)
@@ -263,12 +275,13 @@ def groups_of(
     size: int,
     rows: Sequence[int | None] | None = None,
 ) -> Groups:
-    """Return the groups of all ranks, from what each rank knows of its own rows. Collective.
+    """Make the `Groups` of all ranks, from what each rank knows of its own rows. Collective.
 
     Args:
-        rewards: rewards of all ranks, (world * B, functions).
-        lengths, truncated: values of this rank's B rows.
-        size: rows of a group.
+        rewards: rewards of all ranks, (world * B, functions), B rows on each rank.
+        weights: weights of the reward functions, (functions,).
+        lengths, truncated: for each of this rank's B rows, how many tokens were sampled, and whether it was cut off.
+        size: number of rows in a group.
         rows: the dataset row of each group; None where it is not known.
     """
     every = [pair for pairs in ranks.gather(list(zip(lengths, truncated, strict=True))) for pair in pairs]

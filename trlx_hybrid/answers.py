@@ -21,7 +21,8 @@ if TYPE_CHECKING:  # a tool's process imports only what it uses
 logger = logging.getLogger(__name__)
 
 DEPTH = 4
-"""Levels of a list at which a template is tried; deeper values count as texts of the last level."""
+"""The number of nested levels of a tool's result for which it is tested whether a chat template shows them; deeper
+values count as texts."""
 
 
 class UnshowableError(Exception):
@@ -29,9 +30,10 @@ class UnshowableError(Exception):
 
 
 def as_content(value: Any) -> Any:
-    """Return the content of a tool's message: a list as it is, a text for all else.
+    """Return a tool's result as the content of its chat message: a list stays a list, anything else becomes a text.
 
-    Content objects of MCP in a list become blocks: the text of a text or of a resource, and the kind of all others.
+    Content objects of MCP (Model Context Protocol) in a list become text blocks: with the text of a text or a resource,
+    and with the kind of any other object, such as "[audio …]".
 
     Raises:
         UnshowableError: the result cannot be turned into a text, or it holds an image block without an image.
@@ -52,7 +54,7 @@ def as_content(value: Any) -> Any:
 
 
 def described(error: BaseException) -> str:
-    """Return the class and the text of an exception; the class alone where its text cannot be made."""
+    """Return "class: text" of an exception; only its class and a note where its `__str__` raises."""
     kind = type(error).__name__
     try:
         return f"{kind}: {error}"
@@ -61,7 +63,8 @@ def described(error: BaseException) -> str:
 
 
 def readable(value: Any) -> Any:
-    """Return a text, or a list or dict of texts, without lone surrogates; the object itself where it has none.
+    """Return a text, or nested lists and dicts of texts, without lone surrogates, which no tokenizer accepts. A value
+    without any is returned itself.
 
     Two surrogates that form a pair become their character, any other one becomes U+FFFD.
     """
@@ -74,8 +77,8 @@ def readable(value: Any) -> Any:
 
 
 def as_text(content: Any) -> str:
-    """Return the text of a message's content: for content blocks their texts, line by line, for any other list its
-    `str`."""
+    """Return a message's content as one text: the texts of content blocks, one per line, or the `str` of anything
+    else."""
     if isinstance(content, list) and any(_is_block(part) for part in content):
         return str(readable("\n".join(_text_of(part) for part in content)))
     return str(readable(str(content)))
@@ -84,12 +87,13 @@ def as_text(content: Any) -> str:
 class Answers:
     """Converts tools' messages to a form in which the chat template shows everything that they say.
 
-    The template is tried with a list of the same shape in which each text is a different word: where a word is missing
-    in the result, the list is turned into text. One try serves all lists of a shape. Use one object per batch: the next
-    batch may have another template. May be called from several threads at once.
+    To find out, the template is rendered with a list of the same structure in which each text is a made-up word. Where
+    a word is missing in the rendered text, lists of this structure are turned into text. The result is kept for all
+    lists of the same structure. Use one object per batch: the next batch may have another template. May be called from
+    several threads at once.
 
     Args:
-        render: returns the text of a conversation that ends with these tool messages.
+        render: takes tool messages; returns the rendered text of a conversation that ends with them.
         template: name of the chat template, for warnings.
         sees_images: whether the model sees images.
     """
@@ -99,14 +103,15 @@ class Answers:
         self._shows: dict[Any, bool] = {}
 
     def shown(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages in a form that the template shows completely; unchanged where it does already.
+        """Return tool messages in a form that the template shows completely; those that it shows already stay
+        unchanged.
 
-        A warning names each tool whose answers the template does not show, once.
+        A warning names each tool whose images or texts the template cannot show, once.
         """
         return [self._message({**message, "name": readable(message["name"])}) for message in messages]
 
     def as_texts(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the same messages with text-only contents."""
+        """Return tool messages with their contents turned into plain texts."""
         return [{**message, "name": readable(message["name"]), "content": _as_one(message)} for message in messages]
 
     def _message(self, message: Message) -> Message:
@@ -116,7 +121,12 @@ class Answers:
         return {**message, "content": content}
 
     def _mended(self, name: str, content: list[Any]) -> Any:
-        """Return a list as blocks of texts and images, or as one text where the template shows no such blocks."""
+        """Return a list that the template does not show completely as text and image blocks if it shows those, else as
+        one text.
+
+        Args:
+            name: the tool's name.
+        """
         if any(_is_image(part) for part in content):
             blocks = [p if _is_image(p) else {"type": "text", "text": _text_of(p)} for p in content]
             if self._sees_images and self._shows_all(name, blocks):
@@ -128,7 +138,11 @@ class Answers:
         return text
 
     def _shows_all(self, name: str, content: list[Any]) -> bool:
-        """Return whether the template shows every text in a list, and whether it has images."""
+        """Return whether the template shows every text and number in a list, and shows its images in some way.
+
+        Args:
+            name: the tool's name.
+        """
         if not content:
             return self._finds(name, "nothing", "", {"[]"}, [])
         words = _Words()
@@ -139,8 +153,13 @@ class Answers:
         return len(rest) == len(probe) or self._finds(name, ("images", _shape(content, DEPTH)), rest, set(), probe)
 
     def _finds(self, name: str, shape: Any, less: Any, words: set[str], content: Any) -> bool:
-        """Return whether the rendering of `content` has all words more often than that of `less`, and differs from
-        it."""
+        """Return whether the template shows a content: whether a tool message with it renders to a text that has every
+        word more often than a message with the content `less`, and differs from that one.
+
+        Args:
+            name: the tool's name.
+            shape: the key under which the result is kept.
+        """
         if shape not in self._shows:
             try:
                 rendered = self._render([{"role": "tool", "name": name, "content": content}])
@@ -153,7 +172,8 @@ class Answers:
 
 
 class _Words:
-    """Hands out words and numbers that occur in no template, a different one at each call."""
+    """Makes up words and numbers that occur in no chat template, a different one at each call. `used` holds all of
+    them."""
 
     def __init__(self) -> None:
         self.used: set[str] = set()
@@ -170,7 +190,13 @@ class _Words:
 
 
 def _probe(value: Any, words: _Words, depth: int) -> Any:
-    """Return a value of the same shape with probe words in place of texts."""
+    """Return a copy of a tool's result with a made-up word or number in place of each text or number, to be searched
+    for in the rendered template. Of list items with the same structure only one is kept.
+
+    Args:
+        words: makes the words, and remembers them.
+        depth: how many nested levels are copied; a deeper value becomes one word.
+    """
     if value is None or _is_image(value):
         return value
     if isinstance(value, int | float):
@@ -186,7 +212,12 @@ def _probe(value: Any, words: _Words, depth: int) -> Any:
 
 
 def _shape(value: Any, depth: int) -> Any:
-    """Return what a template can tell apart in a value; equal for lists that differ only in their texts and lengths."""
+    """Return a hashable description of a value's structure, as far as a template can tell it apart: equal for lists
+    that differ only in their texts and lengths.
+
+    Args:
+        depth: how many nested levels are described; a deeper value counts as a text.
+    """
     if value is None:
         return None
     if isinstance(value, int | float):
@@ -214,7 +245,7 @@ def _is_block(part: Any) -> bool:
 
 
 def _text_of(part: Any) -> str:
-    """Return the text of a block, or a placeholder for it."""
+    """Return the text of a content block: "[image]" for an image, the `str` of a part that is no block."""
     if _is_text(part):
         return str(part["text"])
     if _is_image(part):
@@ -224,15 +255,18 @@ def _text_of(part: Any) -> str:
 
 
 def _resource(part: Any) -> str | None:
-    """Return the text of an embedded resource, as MCP writes it into JSON; None for anything else."""
+    """Return the text of an MCP resource block in its JSON form; None for anything else."""
     resource = part.get("resource") if isinstance(part, Mapping) and part.get("type") == "resource" else None
     text = resource.get("text") if isinstance(resource, Mapping) else None
     return text if isinstance(text, str) else None
 
 
 def _block(part: Any) -> Any:
-    """Return a list item as a content block where it is an MCP object, or MCP's JSON of an image or audio; else as it
-    is.
+    """Return an item of a tool's list as a text block where it is a content object of MCP, or the JSON of an MCP image
+    or audio; else the item itself.
+
+    Raises:
+        UnshowableError: an image block has no image.
 
     Source: the Model Context Protocol's schema of 2025-06-18, `ContentBlock`.
     """
@@ -269,7 +303,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield all texts in nested lists and dicts, to any depth."""
+    """Yield all texts in nested lists, tuples and dicts, keys included, to any depth."""
     waiting, seen = [value], set[int]()
     while waiting:
         part = waiting.pop()

@@ -23,11 +23,15 @@ from .plugins.registry import SLOTS
 from .plugins.selection import STOCK
 
 ADDED_BY = {"trajectories": "trajectories", "report": "trajectories", "reshard-plan": "reshard", "launch": "ray"}
-"""The plugins of this project that add a command, by command."""
+"""The commands that plugins of this project add, each with the name of its plugin."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status."""
+    """Run the command line `trlx-hybrid` and return the exit status.
+
+    Args:
+        arguments: the words after the program's name; by default those of this process.
+    """
     parser = argparse.ArgumentParser(
         prog="trlx-hybrid",
         description="Command line of trlx-hybrid, which extends TRL's trainers with plugins.",

@@ -1,4 +1,5 @@
-"""The user's settings: one flat dataclass that TrlParser understands. The options in it are checked by their owners."""
+"""The user's settings: one flat dataclass that TrlParser understands. The options of a component in it are checked by
+that component."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ is to resume a run."""
 
 @dataclass(kw_only=True)
 class HybridConfig:
-    """The settings of trlx-hybrid, beside TRL's own arguments: which component fills each slot, and its options.
+    """The settings of trlx-hybrid, beside TRL's own arguments: which engine, weight sync, rollout and so on a run uses,
+    and their options.
 
     Every setting is optional: without it, TRL's arguments decide (`use_vllm=True` with `vllm_mode="colocate"` takes the
     `vllm` engine). Without any setting, training is stock TRL, bit for bit. The settings can be passed in code, as
@@ -165,7 +167,7 @@ class HybridConfig:
     )
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
-        """Refuse unknown settings, and name the nearest known one."""
+        """Raise ConfigError for unknown settings, and name the nearest known one."""
         if args:
             raise ConfigError(f"HybridConfig takes its settings by name, as engine='vllm'; got {args[0]!r:.60}.")
         check_keys(given, [f.name for f in dataclasses.fields(cls)], cls.__name__)
@@ -205,17 +207,21 @@ class HybridConfig:
             raise ConfigError(f"HybridConfig.replay samples nothing, and {other} is about what is sampled: drop one.")
 
     def options(self, slot: str) -> dict[str, Any]:
-        """Return the user's options for the component of a slot; for "algorithm" and "plugin", the options of each by
-        name."""
+        """Return the user's options for one kind of component, an empty dict where there are none.
+
+        Args:
+            slot: "engine", "weights", "rollout", "scoring" or "environment"; or "algorithm" or "plugin", for which the
+                result has the options of each by name.
+        """
         value = getattr(self, f"{slot}_options")
         return dict(value) if value is not None else {}
 
     def options_of(self, plugin: str, owner: type[T]) -> T:
-        """Return the user's options for a plugin itself, beside those of its components, by the name of its entry
-        point. Each plugin calls this in `trlx_configure`, before anything is sampled; options for a plugin that is not
-        loaded are refused.
+        """Return the user's options for a plugin itself, beside those of its components (`plugin_options`). A plugin
+        calls this in `trlx_configure`, before anything is sampled; options for a plugin that is not loaded are refused.
 
         Args:
+            plugin: name of the plugin's entry point.
             owner: the plugin's dataclass of options.
 
         Raises:
@@ -236,11 +242,14 @@ class HybridConfig:
 
 
 def build(owner: type[T], values: Mapping[str, Any], where: str) -> T:
-    """Return an instance of the dataclass `owner` from a user's mapping.
+    """Return an instance of the dataclass `owner` from a user's mapping of its fields.
+
+    Args:
+        where: the setting that holds the mapping, for messages.
 
     Raises:
         ConfigError: a key is unknown (the message names the nearest known one), or a value is no number or boolean
-            where the dataclass has one.
+            where the dataclass's field is one.
     """
     check_keys(values, [f.name for f in dataclasses.fields(owner) if f.init], where)  # type: ignore[arg-type]
     _check_numbers(owner, values, where)
@@ -248,8 +257,8 @@ def build(owner: type[T], values: Mapping[str, Any], where: str) -> T:
 
 
 def _check_numbers(owner: type[Any], values: Mapping[str, Any], where: str) -> None:
-    """Refuse values of other types for numbers and booleans. A quoted number, as JSON and YAML make easy to write,
-    would fail far from here, and "false" would count as true."""
+    """Raise ConfigError where a field for a number or a boolean has a value of another type. A quoted number, as JSON
+    and YAML make easy to write, would fail much later, and "false" would count as true."""
     try:
         hints = typing.get_type_hints(owner)
     except NameError:  # a plugin may import its types for type checkers only
@@ -265,8 +274,8 @@ def _check_numbers(owner: type[Any], values: Mapping[str, Any], where: str) -> N
 
 
 def _is_one_of(value: Any, kinds: Container[type]) -> bool:
-    """Return whether a value is of one of the kinds as users understand them: an int is also a float, and True is
-    neither."""
+    """Return whether a value is of one of some types, as users understand bool, int and float: an int is also a float,
+    and True is neither."""
     if value is None or isinstance(value, bool):
         return type(value) in kinds
     return (isinstance(value, numbers.Integral) and int in kinds) or (
@@ -275,7 +284,11 @@ def _is_one_of(value: Any, kinds: Container[type]) -> bool:
 
 
 def check_keys(given: Iterable[str], known: Sequence[str], where: str) -> None:
-    """Refuse an unknown setting, and name the nearest known one."""
+    """Raise ConfigError where a given setting is not among the known ones, and name the nearest known one.
+
+    Args:
+        where: what holds the settings, for the message.
+    """
     for key in given:
         if key not in known:
             hint = did_you_mean(key, known)

@@ -1,5 +1,5 @@
-"""Copies of a batch's data for the user's functions: what such a function does to its arguments changes nothing that is
-trained on, recorded or shown."""
+"""Copies of a batch's data for the user's functions, such as reward functions, so that a function that changes its
+arguments does not change what is trained on, recorded or shown."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import sys
 from typing import Any
 
 SCALARS = frozenset({int, float, bool, str, bytes, type(None)})
-"""Types whose values cannot be changed."""
+"""Immutable types, whose values need no copy."""
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of lists, dicts, tuples, sets, arrays, tensors and PIL images, to any depth.
+    """Return a deep copy of a value: of lists, dicts, tuples, sets, arrays, tensors and PIL images in it.
 
-    A tensor is detached. Other objects are passed on as they are: a dataset column may hold a client or a lock, and no
-    object of an unknown class is trained on. A list of a million token ids takes some 10 ms.
+    A tensor is detached. Objects of other classes are not copied: a dataset column may hold a client or a lock, and no
+    such object is trained on. A list of a million token ids takes some 10 ms.
     """
     kind = type(value)
     if kind in SCALARS:
@@ -35,7 +35,8 @@ def copied(value: Any) -> Any:
 
 
 def _imported(module: str, name: str) -> Any:
-    """Return a class, or () where its module has not been imported: then no object is of that class.
+    """Return a class for `isinstance`, or () where its module has not been imported, so that no object is of that
+    class.
 
     Workers of rewards and environments make copies, too, and need not spend a second of CPU time on importing torch for
     that.

@@ -30,7 +30,8 @@ def in_thread(work: Callable[[], T], name: str) -> Future[T]:
     """Start a call in its own daemon thread, which, unlike the threads of `concurrent.futures`, never keeps the process
     from ending.
 
-    Wait for it by `concurrent.futures.wait`: by `Future.result`, a TimeoutError of `work` looks like one of the wait.
+    Wait for the returned future with `concurrent.futures.wait`: with `Future.result(timeout)`, a TimeoutError that
+    `work` raised looks like one of the wait.
 
     Args:
         name: the thread's name, as stack dumps show it.
@@ -59,8 +60,8 @@ def listen(address: str, port: int = 0) -> socket.socket:
 
 
 def unreachable(address: str, port: int, seconds: float = REACH_SECONDS) -> str | None:
-    """Return why a connection to a port fails, or None. Torch would try for minutes to reach a port whose packets a
-    firewall drops."""
+    """Try to connect to a port, and return why that fails, or None. Call it before torch connects, which would try for
+    minutes to reach a port whose packets a firewall drops."""
     try:
         socket.create_connection((address, port), timeout=seconds).close()
     except OSError as error:

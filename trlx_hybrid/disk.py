@@ -1,4 +1,4 @@
-"""Errors of files that cannot be written: how to recognise them, and how much space is free."""
+"""Handling of errors of files that cannot be written: how to recognise them, and messages that name the free space."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from safetensors import SafetensorError
 from .errors import HybridError
 
 REFUSALS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})
-"""Error numbers by which the system says that a file cannot grow, whatever its name."""
+"""Error numbers (`errno`) by which the system says that a file cannot be written: the disk is full, over its quota,
+broken or read-only, or the file would be too large."""
 
 OF_RUST = re.compile(r"\(os error \d+\)")  # the tokenizers package's form of system errors
 OF_TORCH = ("inline_container", "PytorchStreamWriter")  # `torch.save` does not name the system error
 
 
 def unwritten(error: BaseException) -> bool:
-    """Return whether an error says that a file could not be written."""
+    """Return whether an error says that a file could not be written, whichever library raised it."""
     if isinstance(error, HybridError):  # its text may quote another error
         return False
     if isinstance(error, OSError):  # errors of connections have neither
@@ -58,7 +59,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def told(error: BaseException, folder: Path) -> str:
-    """Return two sentences: what failed in a folder, and how much space is free there."""
+    """Return two sentences for an error message: what failed, and how much space is free on the disk of a folder."""
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, RuntimeError):
         text = f"torch.save failed ({text})"
@@ -66,8 +67,8 @@ def told(error: BaseException, folder: Path) -> str:
 
 
 def _of_shards(error: BaseException) -> bool:
-    """Return whether it is the error of torch's sharded checkpoints, which reports for all ranks, and is no subclass of
-    `Exception`."""
+    """Return whether an error is a `CheckpointException` of torch's sharded checkpoints, which reports for all ranks,
+    and is no subclass of `Exception`."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     return isinstance(error, CheckpointException)

@@ -36,7 +36,7 @@ class Finding:
     """A finding: one line of `trlx-hybrid doctor`.
 
     Attributes:
-        topic: the subject, one word.
+        topic: the subject in one word.
         text: what was found; for a problem, also what to do.
         problem: whether it needs attention.
     """
@@ -64,7 +64,7 @@ def installed() -> dict[str, str]:
 
 
 def release_of(package: str) -> str | None:
-    """Return the version of a distribution, or None."""
+    """Return the installed version of a Python package, or None where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -77,7 +77,7 @@ def system() -> dict[str, str]:
 
 
 def devices() -> list[str]:
-    """Return the names and memory of the GPUs that torch sees; empty without one."""
+    """Return the name and the memory of each GPU that torch sees, as text; empty without one."""
     import torch
 
     if not torch.cuda.is_available():
@@ -87,7 +87,12 @@ def devices() -> list[str]:
 
 
 def version_problems(releases: dict[str, str]) -> list[str]:
-    """Return one line per package outside of the tested series, and per pair that is known to fail."""
+    """Return one line for each package outside of the tested release series, and for each pair of installed packages
+    that is known to fail.
+
+    Args:
+        releases: installed versions by package.
+    """
     problems = []
     for package, (first, last) in TESTED.items():
         release = releases.get(package)
@@ -106,10 +111,10 @@ def version_problems(releases: dict[str, str]) -> list[str]:
 
 
 def series(release: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version."""
+    """Return the first two numbers of a version, its release series: (1, 16) for "1.16.3"."""
     return tuple(int(part) for part in release.split(".")[:2])
 
 
 def package_version() -> str:
-    """Return the version of the installed host."""
+    """Return the version of the installed package trlx-hybrid; "0+source" where only its source is on sys.path."""
     return release_of("trlx-hybrid") or "0+source"  # a source tree on sys.path

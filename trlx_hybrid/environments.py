@@ -26,19 +26,21 @@ TURNS = 20  # limit of an episode without an option
 TOKENS = 512  # limit of a model's turn
 
 EMPTY = {"prompt": [{"role": "user", "content": ""}]}
-"""The row that is played where there is no dataset, as in TRL."""
+"""The dataset row of an episode where there is no dataset, as in TRL: an empty prompt."""
 
 Answer = Callable[[Sequence[Message], Mapping[str, Callable[..., Any]]], Message]
-"""A function that returns the next assistant message of a conversation with these tools. Raises EOFError where there
-are no more answers."""
+"""A function that takes the messages of a conversation and the tools by name, and returns the next assistant message.
+It raises EOFError where there are no more answers."""
 
 
 class MistakeError(HybridError):
-    """An error for an environment that does what training would refuse; the message says what, and how to fix it."""
+    """An error for an environment that does something that training would refuse. The message says what, and how to fix
+    it."""
 
 
 def wrong_observation(observation: Any) -> str | None:
-    """Return how an environment's observation is invalid and how to fix it, or None where it is valid."""
+    """Check an environment's observation: a text, a list of chat messages, or None. Return what is wrong with it and
+    how to fix it, or None where it is valid."""
     messages = isinstance(observation, list) and all(isinstance(m, Mapping) and "role" in m for m in observation)
     if observation is None or isinstance(observation, str) or (observation and messages):
         return None
@@ -46,7 +48,8 @@ def wrong_observation(observation: Any) -> str | None:
 
 
 def wrong_reward(reward: Any) -> str | None:
-    """Return how a reward is invalid and how to fix it, or None where it is a finite number or None."""
+    """Check an environment's reward: a finite number, or None. Return what is wrong with it and how to fix it, or None
+    where it is valid."""
     if reward is None or _finite(reward):
         return None
     return f"gave the reward {reward!r:.200}. Give a finite number, or None for no statement."
@@ -60,7 +63,8 @@ def _finite(reward: Any) -> bool:
 
 
 def wrong_step(step: Any) -> str | None:
-    """Return how the result of an environment's `step` is invalid and how to fix it, or None where it is valid."""
+    """Check the result of an environment's `step`. Return what is wrong with it and how to fix it, or None where it is
+    valid."""
     missing = [field for field in ("observation", "done", "reward") if not hasattr(step, field)]
     if missing:
         found = f"returned a {type(step).__name__} without {', '.join(missing)}."
@@ -73,8 +77,12 @@ def wrong_step(step: Any) -> str | None:
 
 
 def add_command(commands: Any) -> None:
-    """Add the command `environments` to the result of `argparse`'s `add_subparsers`; sets `run`, which takes the
-    options."""
+    """Add the command `environments` to the command line. It stores a function as the option `run`, which takes all
+    options and returns the exit status.
+
+    Args:
+        commands: what `argparse`'s `add_subparsers` returned.
+    """
     listing = commands.add_parser(
         "environments",
         help="list the environments that plugins offer, or try one",
@@ -118,7 +126,8 @@ def _list(options: Any) -> int:
 
 
 def _try(options: Any) -> int:
-    """Play episodes of an environment; return exit status 1 where a problem was found."""
+    """Play episodes of an environment as the command's options say; return the exit status, 1 where a problem was
+    found."""
     from .plugins.host import Host
     from .plugins.selection import choose_environment
 
@@ -153,7 +162,11 @@ def _try(options: Any) -> int:
 
 
 def _brought(what: str, function: Callable[..., Any], *given: Any) -> Any:
-    """Return the result of calling the plugin's code outside of any episode; its errors become MistakeErrors."""
+    """Call a function of the plugin before any episode and return its result; its errors become MistakeErrors.
+
+    Args:
+        what: what the function is, for the message.
+    """
     try:
         return function(*given)
     except HybridError:
@@ -163,7 +176,11 @@ def _brought(what: str, function: Callable[..., Any], *given: Any) -> Any:
 
 
 class Player:
-    """Plays an environment as training does, one episode after another, and prints each.
+    """Plays an environment as training does, one episode after another, and prints what happens in each.
+
+    Args:
+        answer: gives the model's answers.
+        turns: the largest number of turns of an episode; None for the environment's own limit.
 
     Attributes:
         problems: number of problems found.
@@ -187,11 +204,11 @@ class Player:
             )
 
     async def play(self, row: Mapping[str, Any]) -> None:
-        """Play one episode of a row.
+        """Play one episode for a row of the dataset.
 
         Raises:
-            MistakeError: training would mask the episode, or stop.
-            EOFError: there are no more answers.
+            MistakeError: the environment does something for which training would mask the episode, or stop.
+            EOFError: `answer` has no more answers.
         """
         factory, name = self._factory, None
         if isinstance(factory, Mapping):
@@ -276,7 +293,12 @@ class Player:
             raise MistakeError("there is no reward. Give the class a method `get_reward`, or bring reward_funcs.")
 
     async def _result(self, tools: Mapping[str, Callable[..., Any]], called: Mapping[str, Any]) -> str:
-        """Return what the model is shown of a tool call: an exception of the tool is an answer, too."""
+        """Run a tool call and return the text that the model is shown: the result, or the exception that the tool
+        raised.
+
+        Args:
+            called: `name` and `arguments` of the call.
+        """
         try:
             if called["name"] not in tools:
                 raise ValueError(f"Tool {called['name']} not found.")
@@ -287,7 +309,12 @@ class Player:
             return str({"error": str(error)})
 
     async def _reset(self, environment: Any, factory: Any, given: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Return the first observation, after checking that another environment shows the same one for the same row."""
+        """Reset an environment and return its first observation, after checking that a second environment from the
+        factory shows the same one for the same row.
+
+        Args:
+            given, named: the arguments of `reset`.
+        """
         row = given[0] if given else named
         hint = f"The row has the columns {', '.join(row)}: read those"
         hint += "." if self._has_dataset else ", or give one with --row or with a train_dataset."
@@ -350,7 +377,8 @@ def _row(text: str) -> dict[str, Any]:
 
 
 def _typed(messages: Sequence[Message], tools: Mapping[str, Callable[..., Any]]) -> Message:
-    """Return an assistant message from a line of the terminal or of stdin; a line of stdin is printed."""
+    """Read a line from the terminal or from stdin, and return it as an assistant message. A line from stdin is printed.
+    A JSON object with a `name` is a tool call."""
     line = input("assistant  " if sys.stdin.isatty() else "")
     if not sys.stdin.isatty():
         _show("assistant", line)
@@ -365,8 +393,8 @@ def _typed(messages: Sequence[Message], tools: Mapping[str, Callable[..., Any]])
 
 
 def _model(path: str) -> Answer:
-    """Return a function that answers with a transformers model, sampling as training does by default. Seeded, so that a
-    second try gives the same."""
+    """Load a transformers model, and return a function that answers with it, sampling as training does by default. The
+    sampling is seeded, so that a second run of the command gives the same answers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
@@ -407,8 +435,8 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _place(error: Exception) -> str:
-    """Return where the environment raised an error, as file and line; "" where it was called with arguments that it
-    does not take."""
+    """Return where the environment raised an error, as " (file:line)"; "" where the call itself failed, because its
+    arguments do not fit."""
     frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
     file, line = frames[-1]
     return "" if file == __file__ else f" ({file}:{line})"

@@ -15,7 +15,7 @@ class HybridError(Exception):
     traceback ends with it; the message stays as it is.
 
     Attributes:
-        page: that section. A class of another project has the section of its nearest base class.
+        page: the section, as `file#anchor`. A class of another project has the section of its nearest base class here.
     """
 
     page = f"{TROUBLESHOOTING}#hybriderror"
@@ -51,7 +51,8 @@ class PluginError(HybridError):
 
 
 class ComponentError(HybridError):
-    """An error for a slot's component that is missing, ambiguous, or cannot work here."""
+    """An error for a component (an engine, weight sync, rollout, algorithm and so on) that is missing, ambiguous, does
+    not keep its protocol, or cannot work in this run."""
 
 
 class EngineError(HybridError):
@@ -63,8 +64,8 @@ class SyncError(HybridError):
 
 
 class PeerLostError(SyncError):
-    """An error for a rank that is gone, or does something else than the others; the message names it. Without it, all
-    who wait for that rank would wait for ever."""
+    """An error for a rank that has died, or does something else than the others; the message names the rank. Without
+    this error, the other ranks would wait for it for ever."""
 
 
 class StaleWeightsError(SyncError):
@@ -72,12 +73,12 @@ class StaleWeightsError(SyncError):
 
 
 class PolicyError(HybridError):
-    """An error for a policy whose own log-probs are NaN, since an optimizer step or its arithmetic broke it; or differ
-    with the rows that share a micro-batch."""
+    """An error for a policy whose own log-probs are NaN, because an optimizer step or an overflow broke it, or depend
+    on the other rows of a micro-batch."""
 
 
 class RewardError(HybridError, ValueError):
-    """An error for a reward function whose result gives no advantage."""
+    """An error for a reward function whose result cannot be turned into advantages."""
 
 
 class MemoryPlanError(HybridError):
@@ -85,7 +86,8 @@ class MemoryPlanError(HybridError):
     the setting to change.
 
     Attributes:
-        owner: the largest owner that stays, as the ledger names it; "host arena" for host memory.
+        owner: the largest owner of memory that cannot be offloaded, such as "policy" or "KV cache", as the memory
+            ledger names it; "host arena" for host memory.
     """
 
     def __init__(self, message: str, *, owner: str = "") -> None:  # the default is for pickle

@@ -1,4 +1,4 @@
-"""Excerpts of a tool's long answers: the beginning, with a note to the model that says how much is shown."""
+"""Excerpts of tools' results that are too long: the beginning, with a note to the model that says how much is shown."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def excerpt(content: Any, characters: int) -> Any:
     and text blocks are cut; the first other item that exceeds the limit is left out, with all that follow it.
 
     Args:
-        content: a tool's answer; one of another type is returned as it is.
-        characters: the limit, more than `NOTE`.
+        content: a tool's result; one that is neither a text nor a list is returned as it is.
+        characters: the largest number of characters, more than `NOTE`.
     """
     kept = characters - NOTE
     if isinstance(content, str) and len(content) > characters:
@@ -38,7 +38,8 @@ def excerpt(content: Any, characters: int) -> Any:
 
 
 def _cut(item: Any, characters: int) -> list[Any]:
-    """Return the beginning of a text or of a text block as a list of one item; an empty list for other items."""
+    """Return the first `characters` characters of a text or a text block, as a list of one item; an empty list for any
+    other item."""
     if isinstance(item, str):
         return [item[:characters]]
     if isinstance(item, Mapping) and isinstance(item.get("text"), str):
@@ -47,8 +48,8 @@ def _cut(item: Any, characters: int) -> list[Any]:
 
 
 def _size(value: Any, enough: int) -> int:
-    """Return the number of characters of all texts in a value, counting all else as one. Stops above `enough`: a list
-    may hold itself."""
+    """Return the number of characters of all texts in a value, to any depth; anything else counts as one character. The
+    count stops above `enough`, since a list may contain itself."""
     size, inside = 0, [iter((value,))]
     while inside and size <= enough:
         item = next(inside[-1], inside)

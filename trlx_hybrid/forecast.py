@@ -1,4 +1,4 @@
-"""The forecast of `trlx-hybrid train RECIPE --forecast`: the ledger's prediction of a run, from its settings and its
+"""The forecast of `trlx-hybrid train RECIPE --forecast`: a prediction of a run's memory from its settings and its
 model's config, without weights or a GPU."""
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from .recipe import RecipeSettings
 
 RESERVED = 0.1
-"""The share of a GPU that the KV cache does not use: CUDA's own memory, graphs, and what sampling allocates."""
+"""The share of a GPU's memory that is not counted as room for the KV cache: it is left for CUDA itself, CUDA graphs,
+and what sampling allocates."""
 
 
 BLOCK, NESTED_BLOCK = 64, 256
@@ -43,7 +44,7 @@ class GPUs(NamedTuple):
 
 
 def gpus_of(text: str) -> GPUs:
-    """Return the GPUs of `--forecast`: "24" is one of 24 GiB, "8x80" are eight of 80.
+    """Parse the value of `--forecast`: "24" is one GPU of 24 GiB, "8x80" are eight GPUs of 80 GiB.
 
     Raises:
         ConfigError: the text has neither form.
@@ -59,9 +60,12 @@ class EngineSize:
     """The memory of the engine on one rank, in bytes, and what determines it.
 
     Attributes:
-        shared: whether its weights are the policy's memory.
-        kv_cache: bytes of the KV cache: for `sequences` sequences of `length` tokens, each of which takes `sequence`
-            bytes, or for as many as have room.
+        weights: bytes of the engine's weights.
+        shared: whether these weights are the policy's own memory.
+        kv_cache: bytes of the KV cache: enough for `sequences` sequences, or for as many as fit.
+        sequence: bytes of the KV cache that one sequence of `length` tokens takes.
+        sequences: the largest number of sequences that the engine computes at once.
+        length: the longest prompt plus completion, in tokens.
         sleeps: whether the engine gives memory back during TRAIN.
     """
 
@@ -78,7 +82,7 @@ class EngineSize:
         return f"KV cache: room for {room} of {self.sequences} sequences of {self.length} tokens at once"
 
     def check(self) -> None:
-        """Raise if the KV cache holds not even one sequence.
+        """Check that the KV cache holds at least one sequence.
 
         Raises:
             MemoryPlanError: the KV cache is smaller than one sequence.
@@ -94,11 +98,11 @@ class EngineSize:
 
 def forecast(given: RecipeSettings, gpus: GPUs) -> list[str]:
     """Return the lines of a forecast: bytes per owner and phase on one rank, how many sequences the KV cache holds, and
-    what is left to train with.
+    how many bytes are left for activations.
 
     Raises:
         MemoryPlanError: the run does not fit; names the largest owner and the setting to change.
-        ConfigError, ComponentError: as when the run starts.
+        ConfigError, ComponentError: a setting is wrong; the run itself would raise the same at its start.
     """
     from .trl.trainer import model_arguments  # here, since it imports trl
 
@@ -166,12 +170,15 @@ def forecast(given: RecipeSettings, gpus: GPUs) -> list[str]:
 def engine_size(
     given: RecipeSettings, selection: Selection, policy: Any, held: int, gpus: GPUs, own: bool
 ) -> EngineSize:
-    """Return the memory that the chosen engine takes.
+    """Return the memory that the chosen engine will take on one rank.
 
-    Without a configured size, the KV cache gets what is left during ROLLOUT, up to what the engine's sequences fill:
-    keys and values of all layers. Sliding windows, latents, and states of a fixed size need less.
+    Without a configured size, the KV cache gets the memory that is left during ROLLOUT, but no more than the keys and
+    values of all layers of all its sequences take. Models with sliding windows, latent attention or states of a fixed
+    size need less than this estimate.
 
     Args:
+        given: the settings of the run.
+        selection: the components that were chosen for the run.
         policy: the policy on the meta device.
         held: bytes of the policy on one rank.
         own: whether the engine cannot share the policy's memory, because the policy is sharded or in 4 bits.
@@ -215,12 +222,13 @@ def engine_size(
 
 
 def model_without_memory(name: str, *, dtype: str, trust_remote_code: bool, **others: Any) -> Any:
-    """Return the model that TRL would load, on the meta device and not quantised.
+    """Return the model that TRL would load, but on the meta device, where it takes no memory, and not quantised.
 
     Args:
         name: a name of the hub, or a folder with a config.json.
         dtype: as in TRL's `ModelConfig`.
-        others: further arguments: `revision` is read, all others are ignored, as they do not change sizes.
+        others: further arguments of `from_pretrained`: `revision` is read, the others are ignored, since they do not
+            change sizes.
     """
     import transformers
 
@@ -241,11 +249,11 @@ def model_without_memory(name: str, *, dtype: str, trust_remote_code: bool, **ot
 
 
 class FourBits(NamedTuple):
-    """The format in which bitsandbytes holds a base.
+    """The settings of a 4-bit base model of bitsandbytes.
 
     Attributes:
         nested: whether the scales, one for each 64 elements, are themselves quantised to one byte.
-        skipped: names of layers that stay as they are; with None, transformers decides.
+        skipped: names of layers that are not quantised; with None, transformers decides.
     """
 
     nested: bool
@@ -253,7 +261,8 @@ class FourBits(NamedTuple):
 
 
 def four_bits(given: RecipeSettings, config: Any) -> FourBits | None:
-    """Return the 4-bit format that the flags set, or that the checkpoint has; None for a base that is not quantised.
+    """Return the 4-bit settings of a run's base model, from its flags or from the checkpoint's config; None for a base
+    model that is not quantised.
 
     Raises:
         ConfigError: the checkpoint is quantised in another way.
@@ -288,8 +297,8 @@ def sizes_in_4_bits(policy: Any, quantised: Set[int], nested: bool) -> list[Para
 
     Args:
         policy: the policy on the meta device.
-        quantised: see `quantised_weights`.
-        nested: see `FourBits`.
+        quantised: `id`s of the parameters in 4 bits, from `quantised_weights`.
+        nested: `FourBits.nested`, whether their scales are quantised, too.
     """
     found = []
     for p in policy.parameters():
@@ -309,10 +318,11 @@ def sizes_in_4_bits(policy: Any, quantised: Set[int], nested: bool) -> list[Para
 
 
 def shard(p: ParameterSize, ranks: int, upcast: bool) -> ParameterSize:
-    """Return the size of the largest part of a parameter that FSDP2 gives to a rank: whole rows.
+    """Return the size of the largest shard of a parameter that FSDP2, which splits along the first dimension, gives to
+    a rank.
 
     Args:
-        upcast: whether trained shards are float32, as accelerate keeps them with mixed precision.
+        upcast: whether shards of trainable parameters are float32, as accelerate keeps them with mixed precision.
     """
     shape = (math.ceil(p.shape[0] / ranks), *p.shape[1:]) if p.shape else ()
     return replace(p, shape=shape, itemsize=4 if upcast and p.trainable else p.itemsize)

@@ -1,5 +1,5 @@
-"""The hybrid engine for training loops without a trainer: a model, an optimizer, and memory that alternates between
-them and the engine.
+"""The hybrid engine, for training loops without a TRL trainer: an inference engine that samples from the model being
+trained, and gives its device memory back for the training.
 
     engine = HybridEngine(model, tokenizer, optimizer, max_tokens=128, engine_options={"enable_sleep_mode": True})
     for prompts in batches:
@@ -52,27 +52,30 @@ RESHARD = "reshard"
 
 
 class HybridEngine:
-    """An engine for your own training loop: samples from a live model and gives its memory back for training. It is a
-    context manager; `close` ends it.
+    """An inference engine for your own training loop, which samples from the current weights of a model and gives its
+    memory back for training. It is a context manager; `close` ends it.
 
     Args:
         model: the model that is trained: a transformers or PEFT model, which accelerate or DDP may have wrapped.
         tokenizer: its tokenizer or processor.
-        optimizer: its optimizer, whose state then makes room for the KV cache during rollouts; may be left out.
+        optimizer: its optimizer, whose state is then offloaded during rollouts where the KV cache needs the memory; may
+            be left out.
         config: components and their options; the engine is `vllm` by default.
-        engine_options: options of the engine, a short form of a config that sets nothing else.
-        rollout: how each engine is split, e.g. `Layout(tp=4)`; as many engines as the processes hold.
+        engine_options: options of the engine, instead of a `config` that sets nothing else.
+        rollout: how each engine is split, e.g. `Layout(tp=4)`; there are as many engines as fit into the processes.
         train: how the model is sharded, e.g. `Layout(fsdp=8)`. Changes nothing: the model is only checked against it.
-        rollout_config: the same as `rollout`, by `tp_size`, `pp_size` and `dp_type`; see
+        rollout_config: instead of `rollout`, a mapping with `tp_size`, `pp_size` and `dp_type`; see
             `trlx_hybrid.layouts.RolloutConfig`.
-        train_config: the same as `train`, by accelerate's settings: `{"fsdp_config": {"dp_shard_size": 8, …}}`.
-        enable_reshard: True is `HybridConfig(weights="reshard")`; False allows every other weight sync.
+        train_config: instead of `train`, a mapping of accelerate's settings:
+            `{"fsdp_config": {"dp_shard_size": 8, …}}`.
+        enable_reshard: True is short for `HybridConfig(weights="reshard")`; False excludes this weight sync.
         compress_reshard: whether weights are cast before they are sent. They are sent in the engine's dtype: True makes
             that `compression_dtype`, False the model's own.
         compression_dtype: the engine's dtype, and the dtype in which weights are sent; smaller than the model's, or the
             same.
-        sampling: how `generate` of the engine samples; `max_tokens` alone is enough for most. Neither is needed where
-            only the model's `generate` is called, which has its own arguments.
+        sampling: the sampling parameters of this class's `generate`. Not needed where only the model's own `generate`
+            is called, which has its own arguments.
+        max_tokens: the longest completion, instead of `sampling` where its other defaults are right.
         accelerator: the accelerator of your loop; by default a new one.
         mixed_precision: "bf16" or "fp16" where the loop trains an fp32 model under autocast: the engine then computes
             in that dtype. By default it is read from the accelerator.
@@ -80,7 +83,7 @@ class HybridEngine:
         plugins: objects with hook implementations, beside the installed ones.
 
     Attributes:
-        session: the live objects, shared with every hook.
+        session: the live objects of the run (`trlx_hybrid.session.Session`), which hooks get, too.
     """
 
     def __init__(
@@ -170,7 +173,8 @@ class HybridEngine:
 
     @contextmanager
     def rollout_context(self, training: bool = True) -> Iterator[None]:
-        """Give the memory to the engine inside the context, with the model's current weights in it; collective.
+        """Give the device memory to the engine inside the context, after syncing the model's current weights to it;
+        collective.
 
         Inside, `generate` may be called. `model.generate` is answered by the engine as well, and takes and returns what
         transformers' own does; see `trlx_hybrid.rollout.model_generate.generate`.
@@ -179,7 +183,7 @@ class HybridEngine:
             training: False for evaluation, which shares no random draws with training.
 
         Raises:
-            StaleWeightsError: inside another rollout.
+            StaleWeightsError: the call is inside another `rollout_context`.
             EngineError: after `close`.
         """
         if self._closed:
@@ -188,15 +192,15 @@ class HybridEngine:
             yield
 
     def generate(self, prompts: Sequence[list[int]], num_generations: int = 1) -> list[Completion]:
-        """Return `num_generations` completions per prompt, those of one prompt next to each other; inside
-        `rollout_context`.
+        """Sample `num_generations` completions per prompt, and return them with those of one prompt next to each other.
+        Call it inside `rollout_context`.
 
         Args:
-            prompts: token ids.
+            prompts: token ids of each prompt of this rank.
 
         Raises:
-            StaleWeightsError: outside of a rollout, or the weights changed within it.
-            EngineError: a prompt is longer than the context.
+            StaleWeightsError: the call is outside of a rollout, or the weights changed within it.
+            EngineError: a prompt leaves no room for a completion in the engine's context.
             ConfigError: no maximal length of completions was set.
         """
         if self.session.sampling.max_tokens < 1:
@@ -211,7 +215,8 @@ class HybridEngine:
 
     @contextmanager
     def train_context(self) -> Iterator[None]:
-        """Train inside the context: the memory is the trainer's. The next rollout syncs the weights to the engine."""
+        """Mark an optimizer step: inside the context the device memory belongs to the training. On exit the step is
+        counted, and the next rollout will sync the weights to the engine."""
         if self.session.phase is not Phase.TRAIN:
             raise StaleWeightsError("train_context() inside rollout_context(): leave the rollout before training.")
         try:
@@ -221,14 +226,14 @@ class HybridEngine:
             self.session.versions.changed()
 
     def on_reshard_start(self, function: Start) -> Start:
-        """Register `function(plan)`, or `function()` if it takes no argument, to be called before weights are brought
-        into the engine, by whichever weight sync. May be used as a decorator."""
+        """Register `function(plan)`, or `function()` if it takes no argument, to be called before each weight sync,
+        whichever kind of weight sync it is. Returns the function, so that it can be used as a decorator."""
         self._listen("trlx_sync_start", lambda plan: _called(function, "on_reshard_start", plan))
         return function
 
     def on_reshard_end(self, function: End) -> End:
-        """Register `function(report)`, or `function()`, to be called when the engine holds the model's weights. May be
-        used as a decorator."""
+        """Register `function(report)`, or `function()` if it takes no argument, to be called after each weight sync,
+        when the engine holds the model's weights. Returns the function, so that it can be used as a decorator."""
         self._listen("trlx_sync_end", lambda report: _called(function, "on_reshard_end", report))
         return function
 
@@ -242,19 +247,20 @@ class HybridEngine:
         on.
 
         Raises:
-            StaleWeightsError: inside `rollout_context`, where the model may have left the device.
+            StaleWeightsError: the call is inside `rollout_context`, where the model may be offloaded.
         """
         if self.session.phase is not Phase.TRAIN:
             raise StaleWeightsError("state_dict() inside rollout_context(): leave the rollout before saving.")
         return {name: t.detach().clone() for name, t in self.session.policy.module.state_dict().items()}
 
     def save_state(self, folder: str | Path) -> None:
-        """Write, on rank 0, what a resume needs beside model and optimizer, which `accelerator.save_state` writes.
+        """Write to a folder, on rank 0, the state that a resumed run needs to sample as if it had not been interrupted.
+        Model and optimizer are not part of it: `accelerator.save_state` writes them.
 
         Collective, as `accelerator.save_state` is: when it returns, the state is written.
 
         Raises:
-            HybridError: on every rank, the state cannot be written there; what the folder held before stays.
+            HybridError: raised on every rank if the state cannot be written; the folder's earlier files stay.
         """
         self.session.ranks.by_first(functools.partial(self._save_state, Path(folder)))
 
@@ -268,7 +274,7 @@ class HybridEngine:
             self.session.save_state(folder)
 
     def load_state(self, folder: str | Path) -> None:
-        """Restore what `save_state` wrote, after the model was loaded. Call it on every rank."""
+        """Restore the state that `save_state` wrote to a folder. Call it on every rank, after the model was loaded."""
         self.session.load_state(Path(folder), self._steps)
         self._steps = self.session.versions.version
 
@@ -276,7 +282,7 @@ class HybridEngine:
         """Free the engine; the model keeps its weights. May be called twice.
 
         Raises:
-            StaleWeightsError: inside `rollout_context`.
+            StaleWeightsError: the call is inside `rollout_context`.
         """
         if self.session.phase is not Phase.TRAIN:
             raise StaleWeightsError("close() inside rollout_context(): leave the rollout before closing.")
@@ -293,7 +299,12 @@ class HybridEngine:
 
 
 def _arguments(optimizer: torch.optim.Optimizer | None, precision: str, seed: int) -> SimpleNamespace:
-    """Return the trainer arguments that components read, for a loop without a trainer."""
+    """Return an object with the trainer arguments that components read (seed, precision, optimizer), for a loop without
+    a trainer.
+
+    Args:
+        precision: "bf16" or "fp16" for autocast, anything else for none.
+    """
     arguments = SimpleNamespace(seed=seed, bf16=precision == "bf16", fp16=precision == "fp16", optim="sgd")
     if optimizer is not None:
         inner = torch_optimizer(optimizer)
@@ -328,8 +339,8 @@ def with_reshard(
     dtype: torch.dtype | None,
     own: torch.dtype,
 ) -> HybridConfig:
-    """Return the config with the weight sync, and with the engine's dtype, which is also the dtype in which weights are
-    sent.
+    """Return the config with `weights` and the engine's `dtype` set by the arguments of `HybridEngine` about
+    resharding. Weights are sent in the engine's dtype.
 
     Args:
         enable, compress, dtype: `enable_reshard`, `compress_reshard` and `compression_dtype` of `HybridEngine`.

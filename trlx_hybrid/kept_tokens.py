@@ -1,5 +1,5 @@
-"""The supports of a batch's tokens as tensors: one row of words and bounds per completion, in a form that TRL can
-shuffle and split."""
+"""The supports of a batch's tokens (the ids that each token was sampled from) as tensors with one row per completion,
+in a form that TRL can shuffle and split."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from torch import Tensor
 from .support import UNSAMPLED, WORD, Support, mask_words
 
 WORDS = "support_words"
-"""A batch's key for (B, L) int32, the words of each completion's tokens, see `Support`; L is the length of the longest
-row."""
+"""The key in a batch of a (B, L) int32 tensor: `Support.words` of each completion, padded to the longest length L."""
 
 BOUNDS = "support_bounds"
-"""A batch's key for (B, C, 2) int32, where the words of each token begin and end in its row; UNSAMPLED for a token that
-was not sampled."""
+"""The key in a batch of a (B, C, 2) int32 tensor: where the words of each token begin and end in the completion's row
+of words; UNSAMPLED for a token that was not sampled."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptTokens:
-    """The ids that the tokens behind some positions were sampled from. A token that was not sampled allows any id.
+    """The ids from which the next token of each position of some rows was sampled; all ids where it was not sampled.
+    It is the tensor form of `Support`, used to compute log-probs over only these ids.
 
     Attributes:
-        words: (n,) int32, see `Support`.
-        bounds: (…, 2) int64, where the words of the token behind each position begin and end.
+        words: (n,) int32, the ids in the encoding of `Support.words`.
+        bounds: (…, 2) int64, for each position where the words of its next token begin and end.
         vocabulary: number of ids.
     """
 
@@ -38,11 +38,13 @@ class KeptTokens:
 
     @classmethod
     def of(cls, batch: Mapping[str, Any], prompt_length: int, vocabulary: int) -> KeptTokens:
-        """Return the kept tokens of a batch's rows, of shape (B, P + C): a completion's first token is the one behind
+        """Make the kept tokens of a batch's rows, of shape (B, P + C). A completion's first token is the next token of
         position P - 1, counted from 0.
 
         Args:
             batch: a batch with the keys WORDS and BOUNDS.
+            prompt_length: P, the padded length of the prompts.
+            vocabulary: number of ids.
         """
         words, bounds = batch[WORDS], batch[BOUNDS].long()
         first = torch.arange(len(words), device=words.device)[:, None, None] * words.shape[1]
@@ -53,7 +55,7 @@ class KeptTokens:
         )
 
     def __getitem__(self, rows: slice | Tensor) -> KeptTokens:
-        """Return the kept tokens of some rows, or of some positions where there are no rows."""
+        """Return the kept tokens of some rows; of some positions where the shape has one dimension, the positions."""
         return replace(self, bounds=self.bounds[rows])
 
     def but_last(self) -> KeptTokens:
@@ -61,12 +63,16 @@ class KeptTokens:
         return replace(self, bounds=self.bounds[:, :-1])
 
     def at(self, places: Tensor) -> KeptTokens:
-        """Return the kept tokens of some positions, counted through all rows: shape (1, N) for `places` of shape
-        (N,)."""
+        """Return the kept tokens of some positions as one row, of shape (1, N).
+
+        Args:
+            places: (N,) int64, numbers of positions, counted through all rows.
+        """
         return replace(self, bounds=self.bounds.flatten(0, -2)[places.to(self.bounds.device)][None])
 
     def on(self, device: torch.device) -> KeptTokens:
-        """Return the kept tokens on a device, without words that belong to other positions."""
+        """Return the kept tokens with their tensors on a device. Leading and trailing words that no position uses are
+        not copied."""
         known = self.bounds[self.bounds[..., 0] != UNSAMPLED]
         first, last = (int(known[:, 0].min()), int(known[:, 1].max())) if len(known) else (0, 0)
         bounds = torch.where(self.bounds == UNSAMPLED, UNSAMPLED, self.bounds - first)
@@ -77,8 +83,8 @@ class KeptTokens:
         return replace(self, bounds=self.bounds.repeat_interleave(times, dim=0))
 
     def masks(self) -> Tensor:
-        """Return masks of shape (positions, words of a mask) int32: a bit for each id that is kept, the least
-        significant first.
+        """Return a bit mask of the kept ids for each position, (positions, ceil(vocabulary / 32)) int32; the first id
+        is the least significant bit.
 
         Bits are added instead of combined by OR, which is the same, since no two ids of a position have the same bit.
         """
@@ -98,10 +104,11 @@ class KeptTokens:
 
 
 def tensors_of(supports: Sequence[Support], completion_length: int) -> dict[str, Tensor]:
-    """Return a batch's WORDS and BOUNDS for its completions, in their order. They stay in host memory: each forward
-    pass copies those of its own rows to the device.
+    """Return the tensors that a batch holds under WORDS and BOUNDS. They stay in host memory: each forward pass copies
+    the part of its own rows to the device.
 
     Args:
+        supports: the support of each completion, in the batch's order.
         completion_length: C, at least the length of the longest completion.
     """
     words = np.zeros((len(supports), max(1, *(len(support.words) for support in supports))), np.int32)

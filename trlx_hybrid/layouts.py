@@ -1,5 +1,5 @@
-"""Checks of a loop's layouts: how it says that its engines and its model are split over the ranks, and whether they
-are."""
+"""Checks of the layouts that a training loop gives to `HybridEngine`: whether its engines can be split over the ranks,
+and its model is split over them, as it says."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class RolloutConfig:
     Attributes:
         tp_size: tensor-parallel ranks of one engine.
         pp_size: pipeline stages of one engine.
-        dp_type: "none" where one engine takes all processes; with None, there are as many engines as the processes
-            hold.
+        dp_type: "none" where one engine takes all processes; with None, there are as many engines as fit into the
+            processes.
     """
 
     tp_size: int = 1
@@ -52,15 +52,15 @@ class RolloutConfig:
 
     @property
     def layout(self) -> Layout:
-        """The layout in the form that `rollout=` takes."""
+        """The same layout in the form that `HybridEngine(rollout=...)` takes."""
         return Layout(tp=self.tp_size, pp=self.pp_size)
 
 
 def with_rollout(config: HybridConfig, rollout: Layout) -> HybridConfig:
-    """Return the config with the engine's parallelism in its options.
+    """Return the config with the tensor and pipeline parallelism of a layout added to the engine's options.
 
     Raises:
-        ConfigError: an engine cannot have this layout, or the options say something else.
+        ConfigError: an engine cannot have this layout, or the options contradict it.
     """
     if rollout.fsdp > 1:
         raise ConfigError(f"rollout={rollout}: engines are not sharded by FSDP. Give tp, the ranks of one engine.")
@@ -75,10 +75,15 @@ def with_rollout(config: HybridConfig, rollout: Layout) -> HybridConfig:
 
 
 def check_rollout(rollout: Layout, world: int, alone: bool = False) -> None:
-    """Check that the processes can hold such engines, or one such engine with `alone`.
+    """Check that engines with a layout fit into the processes of a run without a remainder.
+
+    Args:
+        rollout: the layout of one engine.
+        world: number of processes.
+        alone: whether one engine must take all processes.
 
     Raises:
-        ConfigError: the processes cannot.
+        ConfigError: the engines do not fit.
     """
     size = rollout.tp * rollout.pp
     if world % size:
@@ -94,10 +99,14 @@ def check_rollout(rollout: Layout, world: int, alone: bool = False) -> None:
 
 
 def check_train(train: Layout, model: nn.Module, world: int) -> None:
-    """Check that the model is sharded as the loop says.
+    """Check that a model is sharded as a loop's layout says.
+
+    Args:
+        train: the layout that the loop gave.
+        world: number of processes.
 
     Raises:
-        ConfigError: it is not; the message names both layouts.
+        ConfigError: the model is sharded otherwise; the message names both layouts.
     """
     if train.pp > 1:
         raise ConfigError(f"train={train}: a model under FSDP or DDP has no pipeline stages. Leave pp out.")
@@ -124,10 +133,14 @@ def shards_of(model: nn.Module) -> int:
 
 
 def check_train_config(config: Mapping[str, Any], model: nn.Module, world: int) -> None:
-    """Check that FSDP2 has sharded the model as the loop says.
+    """Check that FSDP2 has sharded a model with the settings that a loop gave.
+
+    Args:
+        config: the value of `HybridEngine(train_config=...)`.
+        world: number of processes.
 
     Raises:
-        ConfigError: it has not, or a setting cannot be read from a model; the message names the setting.
+        ConfigError: a setting differs from the model's, or cannot be read from a model; the message names it.
     """
     from accelerate import FullyShardedDataParallelPlugin
 
@@ -162,7 +175,10 @@ def check_train_config(config: Mapping[str, Any], model: nn.Module, world: int) 
 
 
 def _fsdp_of(model: nn.Module, world: int) -> dict[str, Any]:
-    """Return the values of `HELD` that the model has.
+    """Return the FSDP settings of `HELD` as read from a model, by name.
+
+    Args:
+        world: number of processes.
 
     Raises:
         ConfigError: FSDP2 has not sharded the model.

@@ -4,8 +4,8 @@ code.
 The format is JSON, with tagged objects for what JSON cannot express. Exact for None, numbers, text, bytes, lists,
 tuples, sets, dicts, dataclasses, named tuples, enums, NumPy arrays and images of PIL (sent as PNG). NumPy's numbers,
 and subclasses of numbers, text, lists and dicts, arrive as plain ones. A class is looked up among the modules that the
-reader has imported already. Where the sender may run what a model wrote, `classes=False` leaves out dataclasses and
-enums, and a named tuple is a tuple: otherwise the sender could choose any of the reader's classes.
+reader has imported already. Where the sender may run code that a model wrote, `classes=False` refuses dataclasses and
+enums, and makes a named tuple a tuple: otherwise the sender could choose any of the reader's classes.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ TAG = "@"
 
 
 class NotPlainError(TypeError):
-    """An error for a value that is no plain data, or of a class that this process does not have. Names the part, as in
-    `.items[0]`."""
+    """An error for a value that cannot be sent as plain data, or whose class this process has not imported. The message
+    names the part of the value, such as `.items[0]`."""
 
 
 def dumps(value: Any, *, classes: bool = True) -> bytes:
-    """Return a value as UTF-8 text.
+    """Serialise a value to UTF-8 text, which `loads` reads.
 
     Args:
         classes: whether dataclasses and enums may be sent, and named tuples keep their class.
 
     Raises:
-        NotPlainError: a part of it has no plain form; its text begins with what the value is.
+        NotPlainError: a part of the value has no plain form; the message begins with the class of the value.
     """
     try:
         return json.dumps(_plain(value, type(value), "", classes)).encode()
@@ -46,7 +46,7 @@ def dumps(value: Any, *, classes: bool = True) -> bytes:
 
 
 def loads(body: bytes, *, classes: bool = True, pixels: float = math.inf) -> Any:
-    """Return the value that `dumps` was given.
+    """Return the value that `dumps` has serialised.
 
     Args:
         classes: whether the value may hold dataclasses, named tuples and enums.
@@ -87,7 +87,13 @@ def find_class(name: str) -> type | None:
 
 
 def _plain(value: Any, whole: type, path: str, classes: bool) -> Any:
-    """Return JSON data for a value at `path` inside a value of type `whole`."""
+    """Convert a value to JSON data, recursively.
+
+    Args:
+        whole: the class of the outermost value, for error messages.
+        path: where the value stands in it, such as `.items[0]`.
+        classes: as for `dumps`.
+    """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, enum.Enum) and classes:
@@ -124,8 +130,8 @@ def _plain(value: Any, whole: type, path: str, classes: bool) -> Any:
 
 
 def _of_a_library(value: Any) -> Any:
-    """Return JSON data for a NumPy or PIL value, else None. Where the library is not imported, the value cannot be of
-    it."""
+    """Convert a NumPy number or array, or a PIL image, to JSON data; return None for any other value. A library that is
+    not imported need not be, since no value can be of its classes."""
     numpy, images = sys.modules.get("numpy"), sys.modules.get("PIL.Image")
     if numpy is not None and isinstance(value, numpy.generic) and isinstance(value.item(), bool | int | float | str):
         return value.item()
@@ -142,7 +148,8 @@ def _of_a_library(value: Any) -> Any:
 
 
 def _built(found: dict[str, Any], classes: bool) -> Any:
-    """Build the value of one JSON object. JSON is read from the inside out, so what `found` holds is built already."""
+    """Build the value that a tagged JSON object stands for; an object without a tag is a dict. The values in `found`
+    are built already, since JSON is read from the inside out."""
     if TAG not in found:
         return found
     kind = found[TAG]
@@ -163,14 +170,19 @@ def _built(found: dict[str, Any], classes: bool) -> Any:
 
 
 def _image(data: str) -> Any:
-    """Return an image from a PNG, of which only the header is read yet."""
+    """Open a PNG, base64 text, as a PIL image. Only its header is read yet, so that its size can be checked first."""
     from PIL import Image
 
     return Image.open(io.BytesIO(base64.b64decode(data)), formats=["PNG"])
 
 
 def _instance(kind: str, found: dict[str, Any]) -> Any:
-    """Build an enum member, named tuple or dataclass instance, without calling its `__init__`, as in unpickling."""
+    """Build an enum member, named tuple or dataclass instance, without calling its `__init__`, as unpickling does.
+
+    Args:
+        kind: "enum", "namedtuple" or "dataclass".
+        found: the JSON object, with the name of the class and its content.
+    """
     owner = find_class(found["class"])
     if kind == "enum" and owner is not None and issubclass(owner, enum.Enum):
         return owner[found["name"]]

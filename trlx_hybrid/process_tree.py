@@ -1,9 +1,9 @@
-"""Process trees: a process and all its descendants are ended together, whatever their group, session or parent.
+"""Functions that end a process together with all its descendants, whatever their group, session or parent.
 
 On Linux, a process that loses its parent becomes a child of its nearest ancestor that asked for it
-(`PR_SET_CHILD_SUBREAPER`, see `prctl(2)`). The supervisor here asks for it, so that daemons, which leave their group
-and session and have no parent, stay below it. It is a separate process, since the descendants of a killed subreaper go
-to another one. On other systems there is no supervisor, and only the process's group is ended.
+(`PR_SET_CHILD_SUBREAPER`, see `prctl(2)`). A supervisor process asks for it, so that daemons, which leave their group
+and session and have no parent, remain its descendants. It is a separate process, since the descendants of a subreaper
+that was killed go to another one. On other systems there is no supervisor, and only the process's group is ended.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
 
 def supervise(parent: int, closing: int) -> None:
-    """Fork: return in the child, while this process stays as its supervisor and never returns.
+    """Fork this process: the call returns in the child only, while this process becomes its supervisor and never
+    returns. Does nothing on systems other than Linux.
 
-    The supervisor ends when the child ends, with the same exit code or signal; when `end` asks it to; or when the
-    process that started it has died. Before it ends, it kills all its descendants. Call this in a process with one
-    thread only.
+    The supervisor ends when the child ends, with the same exit code or signal; when another process calls `end` for it;
+    or when the process that started it has died. Before it ends, it kills all its descendants. Call this in a process
+    with one thread only.
 
     Args:
         parent: id of the process that started this one.
-        closing: a file descriptor that only the child keeps open.
+        closing: a file descriptor that the supervisor closes, so that only the child keeps it open.
     """
     if sys.platform != "linux":
         return
@@ -51,7 +52,7 @@ def supervise(parent: int, closing: int) -> None:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Make a process that called `supervise` end, with all its descendants. Does not wait for that."""
+    """Ask a process that has called `supervise` to end, with all its descendants, and return without waiting."""
     if sys.platform == "linux":
         process.terminate()
         process.send_signal(signal.SIGCONT)  # the child may have stopped the supervisor
@@ -61,7 +62,13 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _status_of(child: int, parent: int) -> int:
-    """Wait until there is a reason to end, kill all descendants of this process, and return the child's wait status."""
+    """Wait as the supervisor until there is a reason to end, kill all descendants of this process, and return the
+    child's wait status.
+
+    Args:
+        child: process id of the supervised child.
+        parent: id of the process that started the supervisor.
+    """
     status, told = None, False
     while status is None and not told and os.getppid() == parent:
         told = signal.sigwait(WATCHED) == signal.SIGTERM
@@ -79,7 +86,8 @@ def _status_of(child: int, parent: int) -> int:
 
 
 def _reap(child: int) -> int | None:
-    """Take the wait statuses of children that have ended; return the status of `child`, if it is among them."""
+    """Collect the wait statuses of children that have ended, so that none stays a zombie. Return the status of `child`
+    if it is among them, else None."""
     status = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -89,7 +97,7 @@ def _reap(child: int) -> int | None:
 
 
 def _descendants() -> list[int]:
-    """Return the process ids of all descendants of this process. More may be started meanwhile."""
+    """Return the process ids of all descendants of this process; those that start during the call may be missing."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -104,7 +112,7 @@ def _descendants() -> list[int]:
 
 
 def _end_like(status: int) -> None:
-    """End this process in the way in which the process with this wait status has ended."""
+    """End this process with the exit code or the signal that a wait status has."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)  # the child has dumped core already, where that is wanted

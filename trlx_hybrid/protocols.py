@@ -1,4 +1,5 @@
-"""The protocols of components: what each must be able to do. Plugins depend on each other only through them."""
+"""The protocols of components (engine, weight sync, rollout, scoring, algorithm, environment): the members that each
+kind must have. Plugins depend on each other only through these protocols."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ class Run(Protocol):
 
     @property
     def engine(self) -> Engine | None:
-        """The engine; None until it is built, and always where TRL generates."""
+        """The engine. None before it is built, and for the whole run where TRL itself generates."""
 
     @property
     def live_engine(self) -> Engine:
@@ -54,11 +55,11 @@ class Run(Protocol):
 
     @property
     def weights(self) -> WeightSync | None:
-        """The weight sync; None until the engine is built, and always where TRL generates."""
+        """The weight sync. None before the engine is built, and for the whole run where TRL itself generates."""
 
     @property
     def rollout(self) -> Rollout | None:
-        """The rollout; None until the engine is built, and always where TRL generates."""
+        """The rollout. None before the engine is built, and for the whole run where TRL itself generates."""
 
     @property
     def sampling(self) -> Sampling:
@@ -66,7 +67,7 @@ class Run(Protocol):
 
     @property
     def phase(self) -> Phase:
-        """The current phase, which says who owns the memory."""
+        """The current phase, which says who owns the device memory: the engine in ROLLOUT, the trainer in TRAIN."""
 
     @property
     def step(self) -> int:
@@ -82,8 +83,8 @@ class Run(Protocol):
 
     @property
     def over_support(self) -> bool:
-        """True where completions must list the ids that their tokens were sampled from, if the sampling leaves some
-        out: tokens are then scored over these ids (`Completion.support`)."""
+        """True where the trainer computes log-probs over only those token ids that top-k, top-p and the like have left.
+        Completions must then list these ids for each token (`Completion.support`)."""
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -91,13 +92,14 @@ class Run(Protocol):
 
     @property
     def on_completion(self) -> Callable[[int, Request, Completion], None] | None:
-        """The function to call with each completion of a rollout as it comes, and the number of its prompt among this
-        rank's; None where nobody needs it. A rollout that `tells` calls it."""
+        """A function that a rollout with `tells` calls as soon as each completion is finished, as `on_completion(index
+        of the prompt among this rank's prompts, request, completion)`. None where nobody needs to know early."""
 
     @property
     def on_conversation(self) -> Callable[[int, Conversation], None] | None:
-        """The function to call with each conversation when it has ended, and the number of its prompt among this
-        rank's; None where nobody needs it."""
+        """A function that a rollout with `tells` calls as soon as each conversation has ended, as
+        `on_conversation(index of the prompt among this rank's prompts, conversation)`. None where nobody needs to know
+        early."""
 
     @property
     def metrics(self) -> dict[str, float | list[float]]:
@@ -109,24 +111,28 @@ class Run(Protocol):
 
     @property
     def held_bytes(self) -> Mapping[Phase, Mapping[str, int]]:
-        """Bytes on this rank's device per owner, as measured when a phase last began; empty where TRL generates."""
+        """The bytes on this rank's device by phase and owner, as measured when the phase last began; empty where TRL
+        itself generates."""
 
     def free_bytes(self) -> int:
-        """Return the bytes of the policy's device that nobody uses now."""
+        """Return how many bytes of the policy's device are free now."""
 
     def weights_changed(self) -> None:
-        """Record, on every rank, that weights were changed by hand: the next rollout syncs all."""
+        """Tell the run that code outside of the optimizer changed weights, so that the next rollout syncs all of them.
+        Call it on every rank."""
 
 
 class Stream(Protocol):
-    """A stream of requests: they can be added and aborted while the engine steps. Used from the trainer's thread only.
+    """An open connection to the engine, to which requests can be added, and in which they can be aborted, while it
+    generates. Used from the trainer's thread only.
 
-    With several ranks per replica each rank adds its own requests and receives its own completions, and every rank must
-    step until no rank has `more`, also after its own requests have finished.
+    Where several ranks hold one replica of the engine, each rank adds its own requests and receives its own
+    completions. Every rank must then call `step` until `step` says that no rank has more, even after its own requests
+    have finished.
     """
 
     shared: bool
-    """True where other ranks step along, so that no rank may wait for long without a step."""
+    """True where other ranks must call `step` together with this one, so that no rank may stay away for long."""
 
     def add(self, request: Request) -> int:
         """Queue a request, and return the key under which its completion comes back."""
@@ -138,10 +144,11 @@ class Stream(Protocol):
         """Let the engine take one step, if it has anything to do.
 
         Args:
-            more: whether this rank still has anything to come, now or later.
+            more: whether this rank still has unfinished requests, or will add some later.
 
         Returns:
-            The (key, completion) pairs that finished, and whether any rank has more.
+            A (key, completion) pair for each request that finished, and whether any rank passed `more=True` or has
+            unfinished requests.
 
         Raises:
             EngineError: another rank of the replica has failed.
@@ -149,12 +156,12 @@ class Stream(Protocol):
 
     @property
     def busy(self) -> bool:
-        """True where a step now would compute anything."""
+        """True where `step` would have requests to compute now."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
-    """A box of a checkpoint tensor, and the engine's memory that holds it.
+    """A box of a checkpoint tensor (one index range per dimension), and the engine's memory that holds it.
 
     Attributes:
         box: half-open index ranges in the checkpoint tensor, one per dimension.
@@ -170,7 +177,7 @@ class Regions:
     """The places where an engine keeps a model's weights on this rank. Writing all of them is a complete sync.
 
     Attributes:
-        of: regions by checkpoint name; a box may occur twice, where the engine keeps a tensor twice.
+        of: regions by the name of the checkpoint tensor; where the engine keeps a tensor twice, so are its regions.
         padding: memory that belongs to no tensor and must be zero, such as the rows that pad a vocabulary.
     """
 
@@ -179,8 +186,8 @@ class Regions:
 
 
 class Engine(Protocol):
-    """The inference engine. Generates tokens, gives memory back and takes it again, in the trainer's process. Inherit
-    from it to get the optional members."""
+    """The inference engine, which generates tokens in the trainer's process, frees its device memory for training, and
+    takes it again. A component that inherits from this class gets the optional members."""
 
     max_model_len: int
     """The longest prompt plus completion, in tokens."""
@@ -189,23 +196,24 @@ class Engine(Protocol):
     """The dtype that the engine computes in."""
 
     quantized: bool
-    """True where the engine rounds the weights further than its dtype does."""
+    """True where the engine quantises the weights, so that they are rounded further than its dtype does."""
 
     untested: str | None = None
-    """A warning for the run where this release of the inference library was never tested, else None. With a warning,
-    every sync is verified in full."""
+    """A warning to log where this release of the inference library was never tested, else None. With a warning, every
+    sync is verified in full."""
 
     weights_lost: bool
     """True where sleeping discarded the weights: a sync must follow the next `wake("weights")`."""
 
     peers_lost: bool
-    """True once something has raised `PeerLostError`, which sets it: `close` must then wait for no other rank."""
+    """True once a component, such as a weight sync, has raised `PeerLostError`. That component sets it; `close` must
+    then wait for no other rank."""
 
     sleeps: bool
     """True where the engine gives memory back during TRAIN."""
 
     asleep_bytes: int
-    """Bytes of device memory that waking will take; 0 while all is awake."""
+    """Bytes of device memory that waking the engine will take; 0 while its weights and KV cache are both awake."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Return one completion per request, in the order of the requests. With several ranks per replica, each rank
@@ -213,21 +221,26 @@ class Engine(Protocol):
 
     def stream(self, sampling: Sampling) -> AbstractContextManager[Stream]:
         """Open a stream that takes requests one at a time, for rollouts whose trajectories run at their own pace.
-        Optional: an engine that has it declares `streams=True` where it is offered. Leaving the context aborts
-        unfinished requests."""
+        Leaving the context aborts unfinished requests. Optional: a plugin whose engine has this method sets
+        `streams=True` on the component that it registers."""
         raise EngineError(f"{type(self).__name__} takes no requests one at a time")
 
     def load_weights(self, weights: NamedTensors) -> LoadReport:
-        """Write full tensors, named as in a checkpoint, through the engine's own loader, which consumes them lazily.
-        Drops every cache that depends on the weights."""
+        """Write full tensors into the engine's weights, through its own loader, which consumes the iterable lazily.
+        Drops every cache that depends on the weights.
+
+        Args:
+            weights: (name as in a checkpoint, tensor) pairs.
+        """
 
     def differing(self, weights: NamedTensors) -> list[str]:
-        """Return the names of the given tensors whose bits, cast to the engine's dtype, are not those in its memory."""
+        """Return the names of those of the given tensors whose bits, cast to the engine's dtype, differ from the
+        engine's own weights."""
 
     def regions(self, policy: Policy) -> Regions:
         """Return the memory that holds the policy's weights, for weight syncs that write into it themselves and then
-        call `weights_written`. Valid while the engine lives, asleep or not. Collective; may load the weights to find
-        out. Optional.
+        call `weights_written`. The result stays valid while the engine lives, asleep or not. Collective; may load the
+        weights to find out where they are written. Optional.
 
         Raises:
             EngineError: the memory must not be written to from outside; says why.
@@ -235,32 +248,38 @@ class Engine(Protocol):
         raise EngineError(f"{type(self).__name__} does not say where its weights lie")
 
     def weights_written(self) -> None:
-        """Finish a write to `regions`, which hold all of the policy's parameters again: copy its persistent buffers,
-        which every rank has in full, and drop every cache that depends on the weights. Optional, as `regions` is."""
+        """Finish a weight sync that has written all of the policy's parameters into `regions`: copy the policy's
+        persistent buffers, which every rank has in full, and drop every cache that depends on the weights. Optional, as
+        `regions` is."""
         return
 
     def sleep(self, keep_weights: bool = False) -> None:
-        """Give back the memory that the engine does not need during TRAIN. Keeps the weights where `keep_weights` says
-        that the policy uses the same memory, or that nothing would bring them back. A second call does nothing."""
+        """Free the device memory that the engine does not need during TRAIN. A second call does nothing.
+
+        Args:
+            keep_weights: whether the weights must stay: the policy uses the same memory, or nothing would restore them.
+        """
 
     def wake(self, what: str) -> None:
-        """Take memory again: "weights" before a sync, "kv_cache" before generating."""
+        """Take memory again after `sleep`: that of the "weights" before a sync, that of the "kv_cache" before
+        generating."""
 
     def resident(self, what: str) -> list[Tensor]:
-        """Return the tensors of "weights" or "kv_cache" that hold memory now, for the memory ledger."""
+        """Return the tensors of the "weights" or the "kv_cache" that occupy device memory now, for the count of each
+        owner's memory."""
 
     def close(self) -> None:
-        """Free everything; leave process groups and settings that the engine did not make untouched."""
+        """Free everything that the engine made. Process groups and settings that others made stay untouched."""
 
     def leave(self) -> None:
-        """Release what would keep the process from ending, and wait for no other rank. Called when the process ends.
-        Optional: an engine without it is closed."""
+        """Release what would keep the process from ending, and wait for no other rank. Called instead of `close` when
+        the process ends. Optional: `close` is called where the engine does not have it."""
         self.close()
 
 
 class WeightSync(Protocol):
-    """A weight sync: brings the policy's current weights into the engine. Inherit from it to get the optional
-    members."""
+    """A weight sync, which brings the policy's current weights into the engine. A component that inherits from this
+    class gets the optional members."""
 
     name: str
 
@@ -280,30 +299,40 @@ class WeightSync(Protocol):
         return None
 
     def sync(self) -> LoadReport:
-        """Make the engine's weights the policy's. Called on every rank."""
+        """Write the policy's current weights into the engine, and return what was loaded. Called on every rank."""
 
     def put_back(self) -> bool:
-        """Give back what was borrowed for the rollout, which is over. Returns whether the engine lost weights by
-        that."""
+        """Undo, at the end of each rollout, what the sync did to the policy for it (memory that the engine borrowed,
+        for instance). Returns whether the engine lost weights by that, so that the next rollout must sync."""
         return False
 
     def forget(self) -> None:
-        """Treat no weights as unchanged at the next sync, but move all: weights were changed by hand."""
+        """Make the next sync move all weights, even those that it knows as unchanged: weights were changed by hand."""
         return
 
     def check(self, full: bool) -> int | None:
-        """Verify that the engine holds the policy's bits, in full or cheaply. Returns the number of tensors checked;
-        raises SyncError with the names of those that differ. None leaves the check to the session, which compares full
-        tensors."""
+        """Verify after a sync that the engine holds the policy's bits.
+
+        Args:
+            full: whether to compare all tensors; else a few.
+
+        Returns:
+            The number of tensors that were compared. None leaves the check to the session, which compares full tensors.
+
+        Raises:
+            SyncError: some tensors differ; the message names them.
+        """
         return None
 
     def release(self) -> None:
-        """Take back what the policy shared with the engine, which was closed."""
+        """Free what the weight sync holds, after the engine was closed: give parameters that shared the engine's memory
+        memory of their own again, and leave process groups."""
         return
 
 
 class Rollout(Protocol):
-    """A rollout: turns prompts into completions. Inherit from it to get the optional members."""
+    """A rollout, which turns prompts into completions. A component that inherits from this class gets the optional
+    members."""
 
     name: str
 
@@ -313,25 +342,30 @@ class Rollout(Protocol):
 
     tells: bool = False
     """True where the rollout calls the run's `on_completion` in `run`, and `on_conversation` in `converse`, as soon as
-    each one is there. Rewards that begin early need it."""
+    a completion or conversation is finished. Needed for rewards that are computed during the rollout."""
 
     def run(self, session: Run, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """Return one completion per request, in the order of the requests: TRL relies on that order."""
+        """Sample one completion per request and return them in the order of the requests, on which TRL relies."""
 
     def converse(
         self, session: Run, dialogues: Sequence[Dialogue], limits: Limits, request: RequestMaker
     ) -> list[Conversation]:
-        """Run every dialogue to its end and return the conversations in order; called instead of `run` where the
-        trainer has tools."""
+        """Run every dialogue to its end, with its tool calls, and return the conversations in the order of the
+        dialogues. Called instead of `run` where the trainer has tools.
+
+        Args:
+            limits: limits of each conversation.
+            request: makes the engine's request for a turn of a dialogue.
+        """
         raise ComponentError(f"rollout {self.name!r} runs no conversations")
 
     def close(self) -> None:
-        """Stop threads and processes: the session or its engine is closing."""
+        """Stop the rollout's threads and processes. Called when the session or its engine closes."""
         return
 
 
 class Scores(NamedTuple):
-    """The scores of rows: log-probs of their tokens, and what else was asked for.
+    """The scores of rows: the log-probs of their completions' tokens, and what else was asked for.
 
     Attributes:
         log_probs: (B, C) float, log-probs of the completions' tokens at the run's temperature, 0 where a token is
@@ -352,22 +386,22 @@ class Rows:
     rollout for the old log-probs or for those of the reference model.
 
     Attributes:
-        model: the transformers model that scores, without what wraps it: the policy's, or the reference.
+        model: the transformers model that scores, without wrappers such as DDP: the policy's or the reference model.
         input_ids: (B, P + C) int64; prompts end at column P, completions begin there.
         attention_mask: (B, P + C) int64, 0 at padding and in completions that are masked whole.
-        completion_length: C.
+        completion_length: C, the padded length of the completions.
         at_once: how many rows one forward pass may have.
-        router_loss: whether the load balance of experts is asked for, a mean over all tokens of a forward pass.
-        padded: scores the rows as TRL does.
-        forward: one forward pass through the model and whatever wraps it. Takes `labels`, (b, t) int64, the token that
-            follows each position or -100 where nothing is to be scored, and the model's own arguments; returns scores
-            of shape (b, t), 0 where nothing was scored. Where the rows have experts, it takes these as well, `experts`
-            (b, t, layers, experts per token), of the same tokens; and where they have a support, `support`, of the same
-            positions.
+        router_loss: whether `Scores.router_loss` is asked for, a mean over all tokens of a forward pass.
+        padded: a function that scores the rows as TRL does, with padding.
+        forward: a function that runs one forward pass through the model and its wrappers. It takes `labels`, (b, t)
+            int64, the token that follows each position or -100 where nothing is to be scored, and the model's own
+            arguments. It returns scores of shape (b, t), 0 where nothing was scored. Where `experts` below is set, it
+            also takes `experts` (b, t, layers, experts per token) of the tokens that it is given; where `support` below
+            is set, `support` of its positions.
         experts: (B, P + C, layers, experts per token) int16, the experts that compute each token, -1 where the model
             chooses; None where it chooses all.
-        support: of shape (B, P + C), the ids that the token behind each position was sampled from, which its log-prob
-            and the entropy are over; None where they are over all.
+        support: of shape (B, P + C), the ids from which the token after each position was sampled; its log-prob and
+            the entropy are computed over these ids. None where they are computed over the whole vocabulary.
     """
 
     model: PreTrainedModel
@@ -383,36 +417,40 @@ class Rows:
 
 
 class Scoring(Protocol):
-    """A scoring: computes per-token log-probs for the trainer. Inherit from it to get the optional members."""
+    """A scoring, which computes per-token log-probs for the trainer. A component that inherits from this class gets the
+    optional members."""
 
     name: str
 
     deferred: bool = False
-    """True where the first loss forward supplies the log-probs from before the update, if its weights are still those
-    that the log-probs are of; otherwise a separate pass computes them."""
+    """True where the forward pass of the first loss also supplies TRL's old log-probs, as long as no optimizer step
+    came between; otherwise a forward pass of their own computes them."""
 
     balanced: bool = False
-    """True where `micro_batches` is to be asked which rows to train together."""
+    """True where the trainer is to call `micro_batches`, to choose which rows are trained together."""
 
     joins: bool = False
-    """True where `joined` is to be asked how many micro-batches share a pass."""
+    """True where the trainer is to call `joined`, to choose how many micro-batches share a forward and backward
+    pass."""
 
     def score(self, rows: Rows) -> Scores:
         """Return the scores of the rows, in their order. Collective: every rank scores its own rows."""
 
     def micro_batches(self, prompts: Tensor, tokens: Sequence[int], count: int) -> Sequence[Sequence[int]]:
         """Choose which rows to train together: return `count` lists of equally many row numbers. Called where
-        `balanced`, and where the gradient is the same whichever rows share a micro-batch.
+        `balanced` is True and the gradient does not depend on which rows share a micro-batch.
 
         Args:
-            prompts: (B, P) int64, token ids of each row of a rollout on this rank; -1 where there is no token.
+            prompts: (B, P) int64, token ids of the prompt of each row of a rollout on this rank; -1 where there is no
+                token.
             tokens: number of tokens of each row, prompt and completion.
+            count: number of micro-batches.
         """
         raise ComponentError(f"scoring {self.name!r} chooses no micro-batches")
 
     def joined(self, tokens: Sequence[int]) -> int:
         """Return how many of the next micro-batches of an optimizer step share one forward and one backward pass: 1 or
-        more, the same on every rank. Called where `joins`. Collective.
+        more, the same on every rank. Called where `joins` is True. Collective.
 
         Args:
             tokens: number of tokens of each of these micro-batches on this rank, prompts and completions; it has at
@@ -426,14 +464,14 @@ class Scoring(Protocol):
         return None
 
     def close(self) -> None:
-        """Restore the model as it was: the session is closing."""
+        """Restore the model as it was before this scoring changed it. Called when the session closes."""
         return
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """Groups of sampled and scored completions: those of one training prompt are a group. They are those of all ranks,
-    the same on each rank, and on the CPU.
+    """Groups of sampled and scored completions, a group being the completions of one training prompt. Every rank has
+    the groups of all ranks, on the CPU.
 
     Attributes:
         rewards: (groups, num_generations, functions) float32, what the reward functions returned; NaN for None, and for
@@ -441,7 +479,7 @@ class Groups:
         weights: (functions,) float32, TRL's `reward_weights`.
         lengths: (groups, num_generations) int64, tokens that the model has sampled.
         truncated: (groups, num_generations) bool, whether a completion was cut off before its end token.
-        rows: number of each group's prompt in the training dataset; None where TRL's data loader brought it.
+        rows: the row number of each group's prompt in the training dataset; None where TRL's data loader drew it.
     """
 
     rewards: Tensor
@@ -455,24 +493,25 @@ class Groups:
 
     @property
     def totals(self) -> Tensor:
-        """The weighted sums of the rewards over the functions, (groups, num_generations) float32; NaN where none
-        returned a number."""
+        """The weighted sums of the rewards over the functions, (groups, num_generations) float32; NaN where no
+        reward function returned a number."""
         sums = (self.rewards * self.weights).nansum(dim=-1)
         return sums.masked_fill(self.rewards.isnan().all(dim=-1), float("nan"))
 
 
 class Algorithm(Protocol):
-    """An algorithm: chooses which samples are trained on and how much each counts. A run may have several. They act in
-    training only. Every rank calls them with the same data and must get the same answer. Inherit from it: all members
-    but the name are optional."""
+    """An algorithm, which chooses which samples are trained on and how much each counts. A run may have several. They
+    act in training only, not in evaluation. Every rank calls them with the same data and must get the same result.
+    Inherit from this class: all members but the name are optional."""
 
     name: str
 
     rounds: int = 1
-    """The largest number of times that prompts are sampled for one batch, until enough groups are kept."""
+    """The largest number of rounds of sampling for one batch; further rounds follow while `keep` kept too few
+    groups."""
 
     oversampling: float = 1.0
-    """The size of the first round, in batches of prompts; 1.0 or more."""
+    """The number of prompts in the first round of sampling, as a multiple of the batch's; 1.0 or more."""
 
     def draw(self, count: int, size: int) -> Sequence[int] | None:
         """Choose the prompts that are sampled next: return `count` row numbers of the training dataset, below `size`.
@@ -480,12 +519,13 @@ class Algorithm(Protocol):
         return None
 
     def keep(self, groups: Groups) -> Sequence[bool]:
-        """Return which groups of a round may be trained on. Where too few are kept after the last round, the batch is
-        filled up with groups that count for nothing."""
+        """Return for each group of a round whether it may be trained on. Where too few are kept after the last round,
+        the batch is filled up with groups that do not count in the loss."""
         return [True] * len(groups)
 
     def observe(self, groups: Groups) -> None:
-        """Learn from a round that was sampled and scored, before any group is left out, for instance for `draw`."""
+        """Look at all groups of a round that was sampled and scored, before `keep` leaves any out, for instance to
+        choose prompts by them in `draw`."""
         return
 
     def rewards(self, groups: Groups) -> Tensor:
@@ -503,8 +543,8 @@ class Algorithm(Protocol):
 
         Args:
             scores: scores of the rows, with gradients.
-            batch: what TRL computes its loss from: among others `advantages` (B,), `completion_mask` (B, C) and, where
-                somebody else than the policy wrote some of the tokens, `tool_mask` (B, C).
+            batch: the tensors that TRL computes its loss from: among others `advantages` (B,), `completion_mask`
+                (B, C) and, where tools or environments wrote some of the tokens, `tool_mask` (B, C).
         """
         return None
 
@@ -513,24 +553,24 @@ class Algorithm(Protocol):
         return None
 
     def state(self) -> Mapping[str, Any]:
-        """Return what a checkpoint must hold of this algorithm, as JSON data."""
+        """Return this algorithm's state for a checkpoint, as data that JSON can hold."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned when the checkpoint was written."""
+        """Restore the state that `state` returned when the checkpoint was written."""
         return
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EnvironmentArguments:
-    """The parts of an environment, as the arguments of TRL's trainer that a script would pass for it. Has exactly one
-    of the first two.
+    """The parts of an environment, as the arguments of TRL's trainer that a script would pass for it. Exactly one of
+    `rollout_func` and `environment_factory` is set.
 
     Attributes:
-        rollout_func: plays episodes, as `trlx_hybrid_multiturn.episodes(Game)` does. Where it has an attribute
-            `rollout`, that is the name of the rollout it plays on, taken where the user chose none. Where it has
-            `factory`, that makes its environments, objects with `reset(row)` and `step(completion)`, and `max_turns`
-            limits their episodes: `trlx-hybrid environments try` reads both.
+        rollout_func: plays episodes, such as the function that `trlx_hybrid_multiturn.episodes(Game)` returns. Three
+            of its attributes are read where it has them. `rollout` names the rollout component that it needs, used
+            where the user chose none. `factory` makes its environments, objects with `reset(row)` and
+            `step(completion)`, and `max_turns` limits their episodes; `trlx-hybrid environments try` uses both.
         environment_factory: makes one of TRL's environments, whose public methods are the model's tools.
         reward_funcs: as TRL takes them; not needed where the environments of a factory have `get_reward`.
         train_dataset, eval_dataset: functions that make a `datasets.Dataset`, called where the user gave none.

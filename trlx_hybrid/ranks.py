@@ -1,4 +1,4 @@
-"""The ranks of a run, through accelerate: the few collectives that the host needs."""
+"""The ranks of a run: the few collective operations that this package needs, through accelerate and torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The processes of a run. All methods are collective: every process must call them. The attributes are not.
+    """The processes of a run. All methods are collective: every process must call them. Reading attributes is not.
 
     Attributes:
         rank, local_rank, world: this process's index, its index on its node, and the number of processes.
@@ -35,22 +35,22 @@ class Ranks:
         self.world: int = accelerator.num_processes
 
     def any(self, flag: bool) -> bool:
-        """Return whether the flag is true on any process: a decision that all processes take alike."""
+        """Return whether the flag is true on any process, so that all processes decide alike."""
         return self.sum(int(flag)) > 0
 
     def sum(self, value: int) -> int:
-        """Return the sum of a number over the processes."""
+        """Return the sum of the numbers that the processes pass."""
         if self.world == 1:
             return value
         return int(self.total(torch.tensor(value, device=self._accelerator.device)))
 
     def total(self, values: Tensor) -> Tensor:
-        """Return the sum over the processes of each element, on this process's device; does not synchronise with the
+        """Return the elementwise sum of the processes' tensors, on this process's device. Does not wait for the
         device."""
         return self._accelerator.reduce(values, reduction="sum")  # type: ignore[no-any-return]
 
     def gather(self, value: T) -> list[T]:
-        """Return one value per process, see the function `gathered`."""
+        """Return the values of all processes, in rank order. Takes any picklable object."""
         return gathered(value)
 
     def broadcast(self, value: T) -> T:
@@ -62,25 +62,26 @@ class Ranks:
         return held[0]  # type: ignore[return-value]
 
     def by_first(self, work: Callable[[], T]) -> T:
-        """Do something on rank 0 only and return the result everywhere, see the function `by_first`."""
+        """Call a function on rank 0 only, and return its result, or raise its error, on every process; see the function
+        `by_first`."""
         return by_first(work)
 
 
 def gathered(value: T) -> list[T]:
-    """Return one value per process, in rank order, on every process. Takes any picklable object. Collective."""
+    """Return the values of all processes, in rank order, on every process. Takes any picklable object. Collective."""
     from accelerate.utils import gather_object
 
     return list(gather_object([value]))
 
 
 def by_first(work: Callable[[], T]) -> T:
-    """Make rank 0 do something, and return its result on every process. The result may be any picklable object.
+    """Call a function on rank 0 only, and return its result on every process. The result may be any picklable object.
     Collective, in torch's default process group; without one, this process counts as rank 0.
 
     Raises:
-        HybridError: on every process, what `work` raised. For other classes of errors, which might not be picklable,
-            the other ranks get the text.
-        Exception: on rank 0, what was raised there, also by pickle for a value that it cannot serialise.
+        HybridError: `work` failed. Every process raises its HybridError; for an error of another class, which might not
+            be picklable, the other ranks raise a HybridError with its text.
+        Exception: on rank 0, the error itself that `work` raised, or that pickle raised for its result.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return work()
@@ -103,8 +104,8 @@ def by_first(work: Callable[[], T]) -> T:
 
 
 def _pickled(error: Exception) -> bytes:
-    """Return a pickled error: one of this package's as it is; any other, or one that pickle cannot restore, as a
-    HybridError with its text."""
+    """Pickle an error for the other ranks: a HybridError as it is; any other error, or one that pickle cannot restore,
+    as a HybridError with its text."""
     if isinstance(error, HybridError):
         with suppress(Exception):
             found = pickle.dumps(error)
@@ -114,11 +115,12 @@ def _pickled(error: Exception) -> bytes:
 
 
 def abort(groups: Iterable[Any], seconds: float = 0.0) -> None:
-    """Abort what NCCL's groups do on the device, where their kernels wait for a peer, and forget the groups.
+    """Abort the operations of NCCL process groups whose kernels may wait for a lost peer, and remove the groups.
 
-    Destroying a group waits for all its ranks: on two GPUs, with one rank alive but busy elsewhere, the other could not
-    end until that rank's process had. Aborting may wait as well: for kernels, for other groups, for CUDA graphs of its
-    operations (destroy those first: vLLM's pynccl.py says the same). So it runs in its own thread.
+    Destroying a group instead would wait for all its ranks: on two GPUs, with one rank alive but busy elsewhere, the
+    other could not end until that rank's process had. Aborting may wait as well: for kernels, for other groups, and for
+    CUDA graphs of the group's operations (destroy those first: vLLM's pynccl.py says the same). So it runs in its own
+    thread.
 
     Args:
         seconds: how long to wait for that thread.

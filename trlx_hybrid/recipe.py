@@ -1,4 +1,4 @@
-"""The settings of a recipe, beside those that TRL and `HybridConfig` read."""
+"""The settings of a recipe, the YAML file of `trlx-hybrid train`, beside those that TRL and `HybridConfig` read."""
 
 from __future__ import annotations
 
@@ -54,7 +54,16 @@ class RecipeConfig:
 
 
 class RecipeSettings(NamedTuple):
-    """A recipe with its flags: each config in the form that its owner reads, and the recipe's folder."""
+    """The settings of a recipe and of the command line's flags, parsed into the configs of TRL and of this package.
+
+    Attributes:
+        recipe: settings that only recipes have.
+        script: TRL's `ScriptArguments`.
+        training: TRL's `GRPOConfig` or `RLOOConfig`.
+        model: TRL's `ModelConfig`.
+        hybrid: this package's settings.
+        folder: the folder of the recipe's file.
+    """
 
     recipe: RecipeConfig
     script: Any

@@ -11,8 +11,8 @@ from . import plain_data
 
 
 class RemoteError(Exception):
-    """An error in place of an exception of another process that cannot be built here: its class is not imported, or it
-    holds more than plain data. Its text is the original's.
+    """A replacement for an exception of another process that cannot be rebuilt here, because its class is not imported
+    or it holds more than plain data. It has the text of the original.
 
     Attributes:
         kind: class name of the original.
@@ -24,11 +24,11 @@ class RemoteError(Exception):
 
 
 def describe(error: BaseException, *, classes: bool = True) -> dict[str, Any]:
-    """Return an exception in the form that `restore` takes, ready for `plain_data.dumps`; leaves out the frame that
-    caught it.
+    """Return an exception as a dict that `plain_data.dumps` can send and `restore` takes: its class name, text,
+    traceback without the frame that caught it, and content where that is plain data.
 
     Args:
-        classes: as for `plain_data.dumps`.
+        classes: whether the content may hold dataclasses and enums, as for `plain_data.dumps`.
     """
     try:
         text = str(error)
@@ -47,10 +47,11 @@ def describe(error: BaseException, *, classes: bool = True) -> dict[str, Any]:
 
 
 def restore(description: Mapping[str, Any], where: str, *, classes: bool = True) -> BaseException:
-    """Return the exception, with its remote traceback as a note; a `RemoteError` where it cannot be the same.
+    """Return the exception that `describe` described, with its remote traceback as a note; a `RemoteError` where it
+    cannot be rebuilt.
 
     Args:
-        where: the place where it was raised, for the note: "the tool's process".
+        where: the place where the exception was raised, for the note: "the tool's process".
         classes: whether it may be of any class that this process has imported; else only of Python's own.
     """
     error: BaseException = RemoteError(description["text"], description["kind"])
@@ -63,8 +64,12 @@ def restore(description: Mapping[str, Any], where: str, *, classes: bool = True)
 
 
 def _built(kind: type[BaseException], arguments: list[Any], state: Mapping[str, Any], text: str) -> BaseException:
-    """Build an exception from the arguments that its `__reduce__` names. If its class does not define one, its
-    `__init__` may take other arguments than it passed on, so only the `__init__` of its built-in base class is called.
+    """Rebuild an exception from the arguments and the state that its `__reduce__` returned. If its class has no
+    `__reduce__` of its own, these arguments may not fit its `__init__`, so only the `__init__` of its built-in base
+    class is called.
+
+    Args:
+        text: the text of the original.
 
     Raises:
         ValueError: the result has another text than the original.

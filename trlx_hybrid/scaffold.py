@@ -1,4 +1,4 @@
-"""The command `trlx-hybrid new`: writes a plugin to begin from, which passes its own tests."""
+"""The command `trlx-hybrid new`: writes the files of a new plugin as a starting point, with tests that pass."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Kind:
         use: how a user chooses the plugin, for its README; `$name` stands for its name.
         modules: modules of the package, beside `plugin`.
         brings: an extra of trlx-hybrid that the plugin needs.
-        samples: whether its tests sample with vLLM.
+        samples: whether the plugin's tests sample with vLLM.
     """
 
     summary: str
@@ -86,7 +86,11 @@ KINDS = {
 
 
 def add_command(commands: Any) -> None:
-    """Add the command `new` to the result of `argparse`'s `add_subparsers`."""
+    """Add the command `new` to the command line.
+
+    Args:
+        commands: what `argparse`'s `add_subparsers` returned.
+    """
     command: argparse.ArgumentParser = commands.add_parser(
         "new",
         help="write a plugin to begin from, with tests that pass",
@@ -99,17 +103,19 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the plugin, and print what to do next."""
+    """Write the plugin that the command's options ask for, print what to do next, and return the exit status."""
     folder = write(options.name, options.kind, options.to)
     print(f"wrote {folder}\nnext: cd {shlex.quote(str(folder))} && pip install -e '.[test]' && pytest")
     return 0
 
 
 def write(name: str, kind: str, folder: Path | None = None) -> Path:
-    """Write a plugin, and return its folder.
+    """Write the files of a new plugin from templates, and return its folder.
 
     Args:
-        folder: the target folder; it must not exist, or be empty.
+        name: name of the plugin.
+        kind: one of KINDS.
+        folder: the target folder, which must be empty or not exist; by default `trlx-NAME` in the working directory.
 
     Raises:
         ConfigError: the name cannot be a package's or is taken, or the folder is not empty.

@@ -1,9 +1,9 @@
-"""Engines in other processes: the interface between two halves, which different plugins bring.
+"""The interface of engines that run in other processes. Two plugins bring the two sides of it.
 
-The plugin that knows the backend offers a *server*: one replica, in whatever process holds it
-(`registry.offer("server", ...)`). The plugin that knows the cluster offers an *engine* that starts such processes,
-distributes requests among them and replaces those that die. The weight sync belongs to the backend, too: it calls its
-own servers through `ServedEngine.call`.
+The plugin for an inference library (vLLM) offers a *server*: one replica of its engine, in whatever process holds it
+(`registry.offer("server", ...)`). The plugin for a cluster (Ray) offers an *engine* that starts such processes,
+distributes requests among them and replaces those that die. The weight sync comes with the server: it calls the servers
+through `ServedEngine.call`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class ServerDiedError(EngineError):
 
 
 class EngineServer(Protocol):
-    """A server: one replica of an engine. Its coroutines run on the event loop of the process that holds it."""
+    """A server: one replica of an engine, in a process other than the trainer's. Its coroutines run on the event loop
+    of that process."""
 
     async def start(self) -> None:
         """Build the engine, with random weights. Called once, before anything else.
@@ -35,10 +36,10 @@ class EngineServer(Protocol):
         """
 
     async def generate(self, request: Request, sampling: Sampling) -> Completion:
-        """Sample one completion; many calls may run at once. Cancelling one frees what the request holds.
+        """Sample one completion; many calls may run at once. Cancelling a call frees what its request holds.
 
-        A server that was offered with `keeps=True` names the ids that tokens were sampled from (`Completion.support`)
-        where the session is `over_support` and the sampling leaves some out.
+        A server that was offered with `keeps=True` lists the ids from which each token was sampled
+        (`Completion.support`) if `Run.over_support` is true and the sampling excludes some ids.
 
         Raises:
             ServerDiedError: the engine is gone.
@@ -46,14 +47,15 @@ class EngineServer(Protocol):
         """
 
     async def check(self) -> None:
-        """Raise unless the engine is alive.
+        """Check that the engine is alive.
 
         Raises:
             ServerDiedError: the engine is gone.
         """
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method for the weight sync that was made for this kind of server. Takes and returns plain data.
+        """Call a method of the server by name, for the weight sync that belongs to this kind of server. Takes and
+        returns plain data.
 
         Raises:
             ServerDiedError: the engine is gone.
@@ -67,12 +69,12 @@ class EngineServer(Protocol):
 class ServerPlan(Protocol):
     """The plan from which the servers of one run are built: the result of a `server` component's factory.
 
-    Every rank makes one, from the session and the validated options. It is pickled, and loaded in the servers'
+    Every rank makes a plan, from the session and the validated options. The plan is pickled, and loaded in the servers'
     processes.
     """
 
     ranks: int
-    """The number of processes of one server, and of GPUs where it uses any. They share a node."""
+    """The number of processes of one server, all on one node; also its number of GPUs where it uses any."""
 
     gpus: float
     """The number of GPUs that each of the processes takes: 1, or 0 where the backend computes on CPUs."""
@@ -84,21 +86,22 @@ class ServerPlan(Protocol):
     """The dtype that the engine computes in."""
 
     quantized: bool
-    """True where the engine rounds the weights further than its dtype does."""
+    """True where the engine quantises the weights, so that they are rounded further than its dtype does."""
 
     def server(self, gpus: Sequence[str]) -> EngineServer:
-        """Return a server that has not started, in the process that is to hold it.
+        """Make a server that has not started; called in the process that is to hold it.
 
         Args:
-            gpus: ids of the GPUs that it may use, as its node numbers them; the process sees no others.
+            gpus: ids of the GPUs that the server may use, as its node numbers them; the process sees no others.
         """
 
 
 class ServedEngine(Engine, Protocol):
-    """An engine made of servers. Every rank of the training samples from all of them; rank 0 owns them."""
+    """An engine that consists of servers in other processes. Every training rank samples from all of them; rank 0
+    starts and ends them."""
 
     kind: str
-    """The name of the `server` component."""
+    """The name of the `server` component that makes the servers."""
 
     plan: ServerPlan
 
@@ -125,6 +128,7 @@ class ServedEngine(Engine, Protocol):
         Rank 0 only. May be called by several threads.
 
         Args:
+            arguments: the arguments for each server, in the order of `servers`.
             deadline: seconds for all calls together.
 
         Raises:

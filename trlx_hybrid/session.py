@@ -1,4 +1,5 @@
-"""The session of one trainer's run: its components, and the phase, which says who owns the memory."""
+"""The session of one trainer's run: its components, and its phase, which says whether the engine or the trainer owns
+the device memory."""
 
 from __future__ import annotations
 
@@ -48,36 +49,37 @@ STATE_FILE = "hybrid_state.json"
 
 
 class Session:
-    """The live objects of one run.
+    """The live objects of one run: engine, weight sync, rollout, scoring, algorithms, and what they share.
 
     Attributes:
         host, config, selection: plugins and chosen components; the config is this run's own copy.
         args: the trainer's arguments (TRL's config), for components that need more than their options.
         policy: the model being trained; ranks: the processes that train it; optimizer: returns the optimizer.
-        engine, weights, rollout: None until `open`, and always where TRL generates.
+        engine, weights, rollout: None before `open`, and for the whole run where TRL itself generates.
         weights_why: why this weight sync was chosen, and why not the cheaper ones.
         scores_apart: why old log-probs take a separate forward pass although the scoring could do without; else None.
-        phase: the current phase, which says who owns the memory.
+        phase: the current phase: the engine owns the device memory in ROLLOUT, the trainer in TRAIN.
         memory: the trainer's memory, and the ledger of all owners.
         versions: weight versions of policy and engine.
         training: whether the current rollout is for training (or for evaluation).
         rows: the dataset's rows of this rank's batch, as TRL gave them, in the order of its prompts.
-        on_completion: called with each completion of the current rollout as it comes: with the number of its prompt
-            among this rank's, its request and the completion; None where nobody needs it. Set on all ranks or on none.
-        on_conversation: called with each conversation that has ended, and before it the number of its prompt; else
-            None.
+        on_completion: called as soon as a completion of the current rollout is finished, with the index of its prompt
+            among this rank's prompts, its request and the completion; None where nobody needs to know early. Set on all
+            ranks or on none.
+        on_conversation: called as soon as a conversation has ended, with the index of its prompt and the conversation;
+            else None.
         router_replay: makes the trainer's routers take the engine's experts, where the config asks for it.
         positions: adds position ids of padded rows to models, where a trainer scores them.
         experts: with router replay, the experts of the tokens that were sampled last, see `Completion`.
         endings: how the completions of the current rollout ended.
-        over_support: whether tokens are scored over the ids that the engine kept, where the sampling leaves some out:
-            completions must then name the ids (`Completion.support`).
-        supports: with `over_support`, the supports of what was sampled in the current rollout.
+        over_support: whether log-probs are computed over only those token ids that top-k, top-p and the like have left:
+            completions must then list these ids (`Completion.support`).
+        supports: with `over_support`, these ids for each token that was sampled in the current rollout.
         metrics: numbers of the last rollout, named `hybrid/…`, for the trainer's logs, which show the mean since their
             last line: of one number per batch, or of all numbers in a list.
         algorithms: the algorithms, which change what completions are trained on, and how much they count.
         advantages_plugin: the plugin whose advantages the trainer uses, or None.
-        notes: further lines of the header.
+        notes: further lines to print in the run's header.
         header_lines: the run's header, once it was printed.
     """
 
@@ -159,11 +161,14 @@ class Session:
 
     @contextmanager
     def rollout_phase(self, training: bool) -> Iterator[None]:
-        """Give the memory to the engine inside the context, and back on exit; everything sampled inside is one batch.
-        Collective.
+        """Give the device memory to the engine inside the context, and back to the trainer on exit; everything sampled
+        inside is one batch. Collective.
 
         The steps are: wake the weights, sync, wake the KV cache, sample, sleep. Each happens once per phase, however
         many turns it has.
+
+        Args:
+            training: True where the batch is for training, False for evaluation.
 
         Raises:
             StaleWeightsError: a rollout phase is running already: rollout_phase() cannot be nested.
@@ -191,9 +196,9 @@ class Session:
         self.metrics["hybrid/rollout_seconds"] = time.perf_counter() - started
 
     def _cross_to(self, phase: Phase, hand_over: Callable[[], None]) -> None:
-        """Change the phase: all plugins' leave hooks finish before any enter hook starts, and `hand_over` moves the
-        memory in between. Where something fails, for instance a hook, the phase is TRAIN afterwards, and the trainer
-        has the memory."""
+        """Change the phase: call all plugins' `trlx_leave_phase` hooks, then `hand_over`, which moves the device
+        memory, then the `trlx_enter_phase` hooks. Where something fails, for instance a hook, the phase is TRAIN
+        afterwards, and the trainer has the memory."""
         step = self._step()
         try:
             self.host.call("trlx_leave_phase", session=self, phase=self.phase, step=step)
@@ -345,14 +350,15 @@ class Session:
             self._announce()
 
     def _weights_of(self, choice: Choice) -> WeightSync:
-        """Build a weight sync. The last one that is built is the one that the run uses."""
+        """Build a candidate for the run's weight sync, and record its component in `versions.source`: the last
+        candidate that is built is the one that the run uses."""
         self.versions.source = choice.component
         made: WeightSync = choice.component.build(self, choice.options)
         return made
 
     def header(self) -> list[str]:
-        """Return the run's header: a line that says what runs here and why; memory; lines of the weight sync and of
-        plugins. Collective."""
+        """Return the lines of the run's header: the chosen components and why; the memory prediction; notes of the
+        components and of plugins. Collective."""
         selection = self.selection
         plugins = ", ".join(str(p) for p in self.host.plugins) or "none"
         if self.config.replay is not None:
@@ -379,7 +385,7 @@ class Session:
         return lines
 
     def _added(self, lines: Any) -> list[str]:
-        """Return the lines of a plugin's `trlx_report_header`, after checking their type."""
+        """Return what a plugin's `trlx_report_header` returned as a list of lines, after checking its type."""
         if isinstance(lines, str):
             return [lines]
         if isinstance(lines, list) and all(isinstance(line, str) for line in lines):
@@ -398,7 +404,8 @@ class Session:
             print("\n".join(lines), file=sys.stderr, flush=True)
 
     def _refuse_early(self) -> None:
-        """Refuse the run where a component cannot serve this model, before anything is built."""
+        """Raise ComponentError where a chosen component says that it cannot serve this run, before anything is
+        built."""
         for choice in filter(
             None, (self.selection.engine, self.selection.rollout, self.selection.scoring, *self.selection.algorithms)
         ):
@@ -408,24 +415,25 @@ class Session:
                 raise ComponentError(f"{component.slot} {component.name!r} cannot serve this run: {reason}")
 
     def _evict_other(self) -> None:
-        """Release the engine of another session: a process holds one colocated engine at a time. It is built again when
-        its session generates."""
+        """Release the engine of another session, if there is one: a process holds one colocated engine at a time. The
+        other session builds its engine again when it generates."""
         other = Session._holder() if Session._holder is not None else None
         if other is not None and other is not self:
             other.release_engine()
 
     @property
     def held_bytes(self) -> dict[Phase, dict[str, int]]:
-        """Bytes on this rank's device per owner, as measured when a phase last began; empty where TRL generates."""
+        """The bytes on this rank's device by phase and owner, as measured when the phase last began; empty where TRL
+        itself generates."""
         return self.memory.ledger.held
 
     def free_bytes(self) -> int:
-        """Return the bytes of the policy's device that nobody uses now, including those that torch caches for later."""
+        """Return how many bytes of the policy's device are free now, including those that torch caches for later."""
         return self.memory.free_bytes()
 
     def weights_changed(self) -> None:
-        """Record that the policy's weights changed, perhaps frozen ones: the next rollout syncs all. Call it on every
-        rank."""
+        """Record that code outside of the optimizer changed the policy's weights, perhaps frozen ones: the next rollout
+        syncs all. Call it on every rank."""
         self.versions.changed()
         if self.weights is not None:
             asked(self.versions.source, self.weights, "forget")
@@ -433,7 +441,8 @@ class Session:
     # --- life -------------------------------------------------------------------------------------------------------
 
     def save_state(self, folder: Path) -> None:
-        """Write what a resumed run needs to sample as if it had not been interrupted. Rank 0 only."""
+        """Write the weight version and the algorithms' state into a checkpoint's folder, so that a resumed run samples
+        as if it had not been interrupted. Rank 0 only."""
         file = folder / f"{STATE_FILE}.part"  # renamed when complete, so that a kill leaves no partial file
         state: dict[str, Any] = {"weight_version": self.versions.version}
         if self.config.replay is None:  # in a replay, algorithms see nothing
@@ -442,8 +451,11 @@ class Session:
         file.replace(folder / STATE_FILE)
 
     def load_state(self, folder: Path, step: int) -> None:
-        """Restore the state of a checkpoint; in one that stock TRL wrote, the weight version is the number of optimizer
-        steps. Collective."""
+        """Restore the state that `save_state` wrote into a checkpoint's folder. Collective.
+
+        Args:
+            step: number of optimizer steps at the checkpoint: the weight version where stock TRL wrote the checkpoint.
+        """
         file = folder / STATE_FILE
         state: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"weight_version": step}
         self.versions.version = state["weight_version"]
@@ -486,8 +498,8 @@ class Session:
         atexit.register(leave_all)
 
     def close(self) -> None:
-        """End the run: tell the plugins, free the engine. May be called twice. It may also be called when the process
-        ends: a session that `leave` has left by then has nothing more to free when the interpreter collects it."""
+        """End the run: call the plugins' `trlx_unconfigure` and free the engine. May be called twice. After `leave` it
+        does nothing, for instance when the interpreter collects the session at the end of the process."""
         Session._open.discard(self)
         if self._left:
             return
@@ -502,8 +514,9 @@ class Session:
             ending.callback(self._stack.close)
 
     def leave(self) -> None:
-        """Leave the run because the process ends, perhaps after an error, and nobody closed it: tell the plugins,
-        release what would keep the process alive, and wait for no other rank. Memory is freed with the process."""
+        """Leave a run that nobody closed, at the end of the process, perhaps after an error: call the plugins'
+        `trlx_unconfigure`, release what would keep the process alive, and wait for no other rank. Memory is freed with
+        the process."""
         self._left = True
         with ExitStack() as ending:
             for engine in (*self._half_closed, *filter(None, [self.engine])):
@@ -519,8 +532,8 @@ def _optimizer_name(args: Any) -> str:
 
 
 def leave_all() -> None:
-    """Leave all open runs at the end of the process. An error in one is printed, and the others are left all the
-    same."""
+    """Call `leave` on all open sessions of this process, at its end. An error in one of them is printed, and the others
+    are still left."""
     for session in list(Session._open):
         Session._open.discard(session)
         try:

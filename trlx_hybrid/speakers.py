@@ -1,4 +1,5 @@
-"""Several speakers in one model: each has its own prompt for a task, and is rewarded by what all of them say.
+"""Training of one model in several roles ("speakers"): each has its own prompt for a task, and its reward may depend on
+what all of them say.
 
 Examples are self-play, a proposer and a solver, or a coder and a tester. A speaker's completions of a task are one TRL
 group, so the advantage of a completion is relative to others of the same speaker.
@@ -26,8 +27,8 @@ TASK, SPEAKER = "task_id", "speaker"
 
 
 def with_speakers(tasks: Dataset, args: Any, /, **prompts: Callable[[Mapping[str, Any]], Any]) -> Dataset:
-    """Return a dataset in which each task is one row per speaker, one after the other, with columns `task_id` and
-    `speaker`.
+    """Return a dataset with one row per task and speaker (role of the model), those of a task one after the other, with
+    the added columns `task_id` and `speaker`.
 
     TRL samples a group of completions for each row; in this order, and with a fitting number of prompts in a batch, all
     groups of a task are in one batch. The order of `tasks` is that of training: shuffle them yourself.
@@ -35,7 +36,7 @@ def with_speakers(tasks: Dataset, args: Any, /, **prompts: Callable[[Mapping[str
     Args:
         tasks: the dataset of tasks; all columns are kept for each speaker, except for a `prompt`, which is replaced.
         args: the `GRPOConfig` or `RLOOConfig` of the run.
-        prompts: for each speaker, by name, a function that makes its prompt, text or messages, from a row of `tasks`.
+        prompts: for each speaker, by name, a function that makes its prompt (text or messages) from a row of `tasks`.
 
     Raises:
         ConfigError: there is no speaker, `args` would put groups of one task into different batches, or the tasks have
@@ -74,12 +75,13 @@ def with_speakers(tasks: Dataset, args: Any, /, **prompts: Callable[[Mapping[str
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchByTask(Generic[T]):
-    """The values of a batch on all ranks, by task and speaker. They are the same on every rank, except for `rows`.
+    """One value per completion, such as its text or a score, for the whole batch of all ranks, indexed by task and by
+    speaker (role of the model). All attributes are the same on every rank, except for `rows`.
 
     Attributes:
-        values: one value for each completion: those of rank 0, then those of rank 1, and so on.
-        places: `places[task][speaker]` are the indices of the speaker's values in `values`; empty if it has none.
-        rows: the part of `values` that is this rank's.
+        values: the values in the order of the ranks: those of rank 0, then those of rank 1, and so on.
+        places: `places[task][speaker]` are the indices in `values` of that speaker's completions; empty if it has none.
+        rows: the slice of `values` that belongs to this rank's completions.
     """
 
     values: list[T]
@@ -87,20 +89,21 @@ class BatchByTask(Generic[T]):
     rows: slice
 
     def own(self, rewards: Sequence[S]) -> list[S]:
-        """Return this rank's part of rewards in the order of `values`, which is what its reward function must
-        return."""
+        """Return this rank's part of some rewards, one for each of `values`: a reward function computes the rewards of
+        all ranks, and returns this part."""
         return list(rewards[self.rows])
 
 
 def by_task(
     task_id: Sequence[int], speaker: Sequence[str], values: Sequence[T], *, required: Collection[str]
 ) -> BatchByTask[T]:
-    """Return, for a reward function, the values of all speakers by task, whichever rank sampled them. Collective.
+    """Gather the values of a batch from all ranks, by task and speaker, for a reward function that needs all speakers
+    of a task, whichever rank sampled them. Collective.
 
     Args:
         task_id, speaker: the columns of this rank's rows, as TRL passes them to a reward function.
-        values: the values that rewards are computed from, one for each row: a completion, or what was found in it. They
-            must be picklable.
+        values: what rewards are computed from, one value for each of this rank's rows: the completion, or something
+            computed from it. Values must be picklable.
         required: the speakers without which a task cannot be rewarded; usually all.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Supports of sampled tokens: the ids that an engine sampled each token from."""
+"""Supports of sampled tokens: for each token the set of ids that truncated sampling (top-k, top-p) chose it from."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 
 WORD = 32
-"""The number of bits in a word of a mask."""
+"""The number of bits in one 32-bit word of a bit mask of ids."""
 
 UNSAMPLED = -1
-"""The bound of a token that no engine sampled: a tool's answer, or padding."""
+"""The value of both bounds of a token that no engine sampled, such as a tool's answer or padding; see `Support`."""
 
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Support:
-    """The ids that each token of one completion was sampled from.
+    """The ids from which the engine sampled each token of one completion.
 
     Truncated sampling (top-k, top-p, min-p), grammars and forbidden words leave ids out, and distribute their
     probability among the others. A token's ids are kept as 32-bit words, in the shortest of four forms:
@@ -43,7 +43,8 @@ class Support:
 
     @classmethod
     def of(cls, tokens: Sequence[Array | None], vocabulary: int) -> Support:
-        """Return the support made of the words of each token, see `words_of`; None for a token that was not sampled."""
+        """Make a support from the words of each token, which `words_of` returns; None for a token that was not
+        sampled."""
         known = [words for words in tokens if words is not None]
         sampled = np.array([words is not None for words in tokens], dtype=bool)
         ends = np.cumsum([0 if words is None else len(words) for words in tokens], dtype=np.int64)
@@ -53,19 +54,19 @@ class Support:
 
     @classmethod
     def unsampled(cls, tokens: int, vocabulary: int) -> Support:
-        """Return the support of tokens that no engine sampled."""
+        """Return the support of `tokens` tokens that no engine sampled."""
         return cls(NO_WORDS, np.full((tokens, 2), UNSAMPLED, np.int64), vocabulary)
 
     def __len__(self) -> int:
         return len(self.bounds)
 
     def __add__(self, other: Support) -> Support:
-        """Return the support of this completion continued by the other's tokens."""
+        """Return the support of the tokens of this completion followed by the other's tokens."""
         moved = np.where(other.bounds == UNSAMPLED, UNSAMPLED, other.bounds + len(self.words))
         return Support(np.concatenate([self.words, other.words]), np.concatenate([self.bounds, moved]), self.vocabulary)
 
     def __getitem__(self, tokens: slice) -> Support:
-        """Return the support of consecutive tokens."""
+        """Return the support of a slice of the tokens."""
         bounds = self.bounds[tokens]
         sampled = bounds[bounds[:, 0] != UNSAMPLED]
         first, last = (int(sampled[0, 0]), int(sampled[-1, 1])) if len(sampled) else (0, 0)
@@ -83,7 +84,8 @@ class Support:
         return self.words.nbytes + self.bounds.nbytes
 
     def ids(self, token: int) -> Array | None:
-        """Return the ids of a token, ascending, int64; None where it was not sampled."""
+        """Return the ids from which the token with this index was sampled, ascending, int64; None where it was not
+        sampled."""
         start, end = self.bounds[token].tolist()
         return None if start == UNSAMPLED else ids_of(self.words[start:end], self.vocabulary)
 
@@ -93,16 +95,16 @@ NO_BOUNDS = np.zeros((0, 2), np.int64)
 
 
 def mask_words(vocabulary: int) -> int:
-    """Return how many words a mask has for a vocabulary."""
+    """Return how many 32-bit words a bit mask with one bit per id of a vocabulary has."""
     return -(-vocabulary // WORD)
 
 
 def words_of(kept: Array) -> Array:
-    """Return the words of one token from a mask of the kept ids.
+    """Encode the ids from which one token was sampled as int32 words, in the shortest form that `Support` describes.
 
     Args:
-        kept: (vocabulary,) bool. Where no id was kept, the logits were NaN, and all ids count as kept: the token's
-            log-prob is NaN, too, which shows the fault.
+        kept: (vocabulary,) bool, whether each id could be sampled. Where no id was kept, the logits were NaN, and all
+            ids count as kept: the token's log-prob is NaN, too, which shows the fault.
     """
     number, vocabulary = int(np.count_nonzero(kept)), len(kept)
     left_out, longest = vocabulary - number, mask_words(vocabulary)
@@ -117,7 +119,12 @@ def words_of(kept: Array) -> Array:
 
 
 def words_of_ids(ids: Array, vocabulary: int) -> Array:
-    """Return the words of one token from the kept ids, ascending; short lists are used as they are."""
+    """Encode the ids from which one token was sampled as int32 words, as `words_of` does.
+
+    Args:
+        ids: the ids, ascending.
+        vocabulary: number of ids in the vocabulary.
+    """
     if 0 < len(ids) < min(mask_words(vocabulary), vocabulary - len(ids) + 1):
         return ids.astype(np.int32, copy=False)
     kept = np.zeros(vocabulary, bool)
@@ -126,7 +133,7 @@ def words_of_ids(ids: Array, vocabulary: int) -> Array:
 
 
 def ids_of(words: Array, vocabulary: int) -> Array:
-    """Return the ids that one token's words stand for, ascending, int64."""
+    """Decode the words of one token, see `words_of`: return the ids, ascending, int64."""
     if len(words) == 0:
         return np.arange(vocabulary)
     if len(words) == mask_words(vocabulary):

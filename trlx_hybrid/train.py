@@ -1,5 +1,5 @@
-"""The command `trlx-hybrid train`: a run from a recipe, which is a YAML file of settings, each of which is a flag as
-well."""
+"""The command `trlx-hybrid train`, which trains from a recipe: a YAML file of settings, each of which can also be given
+as a flag."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ TRAINERS = ("grpo", "rloo")
 
 
 def add_command(commands: Any) -> None:
-    """Add the command `train` to the result of `argparse`'s `add_subparsers`; sets `run`, which takes the options."""
+    """Add the command `train` to the command line. It stores the function `run` as the option `run`.
+
+    Args:
+        commands: what `argparse`'s `add_subparsers` returned.
+    """
     parser = commands.add_parser(
         "train",
         help="train as a recipe says, a YAML file",
@@ -42,7 +46,10 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: Any) -> int:
-    """Train as a recipe says, or print a forecast; return the exit status.
+    """Train as a recipe says, or print the forecast of its memory; return the exit status.
+
+    Args:
+        options: the command's options: `recipe`, the path, and `settings`, the flags after it.
 
     Raises:
         ConfigError: something is wrong with the recipe; raised before the model is loaded.
@@ -59,7 +66,7 @@ def run(options: Any) -> int:
 
 
 def read(recipe: Path, flags: Sequence[str]) -> RecipeSettings:
-    """Return the settings of a recipe and of the flags after it.
+    """Return the settings of a recipe, overridden by the flags after it on the command line.
 
     Raises:
         ConfigError: there is no such file, it is no YAML mapping, or nothing reads a setting.
@@ -109,10 +116,10 @@ def read(recipe: Path, flags: Sequence[str]) -> RecipeSettings:
 
 
 def train(given: RecipeSettings) -> Any:
-    """Train and save the model, and return the trainer.
+    """Train a model as a recipe's settings say, save it, and return the trainer.
 
     Raises:
-        ConfigError: as for `run`.
+        ConfigError: something is wrong with the recipe; raised before the model is loaded.
     """
     from .trl.rewards import refuse_missing_package
     from .trl.trainer import TRAINED_BY, model_arguments
@@ -153,7 +160,8 @@ def train(given: RecipeSettings) -> Any:
 
 
 def functions(given: RecipeSettings) -> tuple[list[Any], list[Any], Any]:
-    """Return the reward functions, the tools and `prepare` that a recipe names.
+    """Return the reward functions, the tools, and the function that prepares the dataset (None without one) that a
+    recipe names.
 
     Raises:
         ConfigError: one of them does not exist.
@@ -167,15 +175,16 @@ def functions(given: RecipeSettings) -> tuple[list[Any], list[Any], Any]:
 
 
 def function(name: str, folder: Path, setting: str, known: Mapping[str, Callable[..., Any]] | None = None) -> Any:
-    """Return the function that a recipe names.
+    """Import a function that a recipe names.
 
     Args:
+        name: the function as `module:function`, `module.function` or `file.py:function`, or a key of `known`.
         folder: the recipe's folder.
         setting: the setting that names it, for error messages.
-        known: functions that may be named without a module.
+        known: functions that may be named without a module, by name.
 
     Raises:
-        ConfigError: there is no such file, module or function; names the nearest.
+        ConfigError: there is no such file, module or function; the message names the nearest.
     """
     if known and name in known:
         return known[name]
@@ -197,7 +206,13 @@ def function(name: str, folder: Path, setting: str, known: Mapping[str, Callable
 
 
 def _file(place: str, folder: Path, setting: str) -> ModuleType:
-    """Return the module of a Python file, which is executed once, under a module name of its own."""
+    """Import a Python file as the module `recipe_NAME`, once, and return the module.
+
+    Args:
+        place: path of the file, in the recipe's folder or in the working directory.
+        folder: the recipe's folder.
+        setting: the setting that names the file, for error messages.
+    """
     file = next((path for path in (folder / place, Path(place)) if path.is_file()), None)
     if file is None:
         near = nearest(Path(place).name, (path.name for path in folder.glob("*.py")))
@@ -233,10 +248,11 @@ def _module(place: str, setting: str) -> ModuleType:
 
 
 def dataset(script: Any, split: str, prepare: Callable[[Any], Any] | None) -> Any:
-    """Return one split of the dataset in the form that the trainer takes.
+    """Load one split of a recipe's dataset, and return it with the column `prompt`, as the trainer needs it.
 
     Args:
         script: TRL's `ScriptArguments`.
+        prepare: the recipe's function that prepares the dataset, or None.
 
     Raises:
         ConfigError: the split cannot be loaded, or has no column `prompt`.

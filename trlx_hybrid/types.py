@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class Phase(enum.Enum):
-    """The phase of a run, which says who owns the memory: the engine in ROLLOUT, the trainer in TRAIN. Memory changes
-    hands only between phases."""
+    """The phase of a run, which says who owns the device memory: the engine in ROLLOUT, the trainer in TRAIN. It
+    changes owner only between phases."""
 
     ROLLOUT = "rollout"
     TRAIN = "train"
@@ -48,7 +48,7 @@ class Layout:
 
     @property
     def world(self) -> int:
-        """The number of ranks."""
+        """The number of ranks that the layout spans."""
         return self.dp * self.pp * self.fsdp * self.tp
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ SHAPELESS = {"seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "logp
 """Engine-specific sampling arguments that do not change the probabilities of tokens."""
 
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-"""Settings that change the logits of tokens that occurred before, with the values that change nothing."""
+"""Sampling settings that change the logits of tokens that occurred before, each with its neutral value."""
 
 KEEPING_ALL: dict[str, tuple[Any, ...]] = {
     "top_p": (1.0,),
@@ -74,7 +74,7 @@ KEEPING_ALL: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
     "bad_words": ([],),
 }
-"""Settings that leave tokens out, with the values that leave none out."""
+"""Sampling settings that can exclude tokens, each with the values at which it excludes none."""
 
 LEFT_OUT = -100.0
 """The logit bias at or below which engines treat a token as forbidden; vLLM accepts no smaller one."""
@@ -85,9 +85,10 @@ class Sampling:
     """The sampling parameters of a run, in TRL's terms; the same for every request.
 
     Attributes:
-        max_tokens: longest completion of one turn, in tokens.
+        max_tokens: the largest number of tokens of one turn's completion.
         temperature, top_p, top_k, min_p, repetition_penalty: as in TRL; `top_k` of 0 or -1 keeps every token.
-        logprobs: None asks for no log-probs; 0 for those of the sampled tokens; N for the N most probable as well.
+        logprobs: None asks for no log-probs; 0 for those of the sampled tokens; N also for those of the N most probable
+            tokens at each position.
         extra: further engine-specific sampling arguments (TRL's `generation_kwargs`); these take precedence over the
             fields above.
         regex: completions must match this regular expression.
@@ -104,10 +105,12 @@ class Sampling:
     regex: str | None = None
 
     def reshaped_by(self, temperature: float, over_support: bool = False) -> str | None:
-        """Return the setting by which tokens have other probabilities than a softmax at `temperature`, or None.
+        """Return the setting, as "name=value", that gives sampled tokens other probabilities than a softmax of the
+        logits at `temperature`, or None where no setting does.
 
         Args:
-            over_support: whether the softmax is over the ids that were kept, or over all.
+            temperature: the temperature of the trainer's softmax.
+            over_support: whether that softmax is only over the ids that top-k, top-p and the like kept, or over all.
         """
         if self.temperature_of_all != (temperature or None):
             return f"temperature={self.temperature_of_all!r}"
@@ -119,9 +122,9 @@ class Sampling:
         return float(self.extra.get("temperature", self.temperature))
 
     def truncated_by(self) -> str | None:
-        """Return the setting by which some tokens cannot be sampled, or None.
+        """Return the setting, as "name=value", that keeps some tokens from being sampled, or None.
 
-        Unknown settings count as such a setting: they may leave tokens out.
+        A setting that is unknown here counts as one, since it may exclude tokens.
         """
         values = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p", "regex")} | dict(self.extra)
         for name, value in values.items():
@@ -135,7 +138,8 @@ class Sampling:
         return None
 
     def reweighted_by(self) -> str | None:
-        """Return the setting that changes the probabilities of the kept tokens relative to each other, or None.
+        """Return the setting, as "name=value", that changes the ratios of the probabilities of tokens that can be
+        sampled, or None.
 
         A truncation, a grammar or a bias of -100 leaves tokens out, and the others keep their ratios. A penalty or
         another bias gives a distribution that the trainer's model does not compute.
@@ -155,10 +159,10 @@ class Request:
     """A request for one completion.
 
     Attributes:
-        prompt_ids: token ids of this turn's context.
+        prompt_ids: token ids of everything before the completion, earlier turns included.
         seed: the only source of randomness of this request, see `trlx_hybrid.rollout.seeding.request_seed`.
-        row: global row of the batch, the same on any number of processes.
-        turn: 0 for the first completion of a trajectory.
+        row: index of the request in the batch of all ranks, the same on any number of processes.
+        turn: number of the turn in its trajectory, from 0.
         images: PIL images of the prompt, if any.
         max_tokens: the largest number of tokens to sample, where that is less than `Sampling.max_tokens`.
     """
@@ -184,9 +188,9 @@ class Completion:
         experts: (tokens, layers, experts per token) int16, the experts that each token of prompt and completion was
             routed to, except for the last token, which was not computed; -1 where they are not known, and in layers
             without experts. None where `HybridConfig.router_replay` does not ask for them.
-        support: the ids that each token was sampled from, where the run scores tokens over these (`Run.over_support`);
-            None if they are not known.
-        row: `Request.row` of its request, by which a wrong order of a rollout's completions is noticed; None where the
+        support: for each token, the ids from which it was sampled, where the run computes log-probs over only these
+            (`Run.over_support`); None if they are not known.
+        row: `Request.row` of its request, to detect a rollout that returns completions in a wrong order; None where the
             engine does not set it.
     """
 
@@ -201,7 +205,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """A trajectory: one episode, as observers receive it.
+    """A trajectory: the tokens and the reward of one episode, as plugins' hooks receive it.
 
     Attributes:
         prompt_ids: token ids of the prompt.
@@ -225,11 +229,11 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncPlan:
-    """The plan of the next weight sync.
+    """The plan of a weight sync, which hooks receive before it starts.
 
     Attributes:
         weights: name of the weight sync.
-        version: weight version the engine will hold afterwards.
+        version: the weight version that the engine will hold afterwards.
         verify: "full" compares every parameter afterwards, "sampled" a few.
     """
 
@@ -240,13 +244,15 @@ class SyncPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """The report of a weight sync.
+    """The report of a weight sync, which hooks receive after it.
 
     Attributes:
-        tensors: checkpoint tensors written.
+        weights: name of the weight sync.
+        version: the weight version that the engine holds now.
+        tensors: number of checkpoint tensors written.
         bytes: bytes handed to the engine on this rank.
         seconds: wall time of the transfer, checks excluded.
-        verified: checkpoint tensors compared with the engine's memory afterwards.
+        verified: number of checkpoint tensors compared with the engine's memory afterwards.
         logprob_gap: largest absolute difference between engine and policy on the probe sequence, in nats;
             None when the probe was not run.
     """
@@ -262,7 +268,7 @@ class SyncReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """The report of the engine's loader about the tensors that it was given.
+    """The report of what a weight sync has written into the engine.
 
     Attributes:
         tensors, bytes: number of tensors and of bytes that were loaded.

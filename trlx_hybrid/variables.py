@@ -1,4 +1,4 @@
-"""Environment variables of this process, which libraries set by themselves."""
+"""A context manager that undoes changes of environment variables, which some libraries set by themselves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def restored(*prefixes: str) -> Iterator[None]:
-    """Restore on exit all variables whose names begin with one of the prefixes."""
+    """Restore on exit all environment variables whose names begin with one of the prefixes; remove those that were
+    added."""
 
     def own() -> dict[str, str]:
         return {name: value for name, value in os.environ.items() if name.startswith(prefixes)}

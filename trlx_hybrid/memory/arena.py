@@ -1,5 +1,5 @@
-"""The host buffer for everything that is offloaded: allocated once, handed out from its start, kept until the run
-ends."""
+"""The host buffer for all tensors that are offloaded: its memory is allocated once, reused in every step, and kept
+until the run ends."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Arena:
     """A persistent host buffer, pinned for a CUDA device. It grows by whole chunks, and shrinks only at `close`.
 
     Buffers are handed out one after the other, and from the start again once all have been given back, which happens in
-    every training step. Every copy to or from the buffer must run on `stream`: its order makes memory safe to hand out
-    again while copies from it are still under way, whichever owner had it before.
+    every training step. Every copy to or from the buffer must run on `stream`. Since copies run there in order, memory
+    may be handed out again while copies from it are still under way.
 
     Args:
         device: the run's device, CUDA or CPU. With a CPU the memory is not pinned.
@@ -52,12 +52,12 @@ class Arena:
 
     @property
     def bytes(self) -> int:
-        """The host memory held, in bytes."""
+        """The host memory that the arena has allocated, in bytes, handed out or not."""
         return len(self._chunks) * self._chunk_bytes
 
     def reserve(self, nbytes: int) -> None:
-        """Grow until `nbytes` more can be taken. Pinning takes a fraction of a second per GiB, so call it before the
-        first step.
+        """Allocate chunks until `nbytes` more can be handed out. Pinning takes a fraction of a second per GiB, so call
+        this before the first step.
 
         Raises:
             MemoryPlanError: the host has no more memory. The chunks allocated so far stay.
@@ -66,10 +66,11 @@ class Arena:
             self._chunks.append(self._chunk())
 
     def take(self, sizes: Sequence[int]) -> list[list[Tensor]]:
-        """Return memory for several buffers of `sizes` bytes, growing where needed. Takes all or none.
+        """Hand out memory for several buffers of `sizes` bytes, growing where needed. Takes all or none.
 
         Returns:
-            The pieces of each buffer, uint8 on the host, valid until they are given back.
+            For each buffer its pieces, uint8 tensors on the host: one, or more where it crosses the end of a chunk.
+            They are valid until they are given back.
 
         Raises:
             MemoryPlanError: see `reserve`.
@@ -88,19 +89,19 @@ class Arena:
         return pieces
 
     def give_back(self, sizes: Sequence[int]) -> None:
-        """Take back buffers of these sizes. Copies from them may still be under way on `stream`."""
+        """Mark buffers of these sizes as no longer used. Copies from them may still be under way on `stream`."""
         self.bytes_taken -= sum(aligned(size) for size in sizes)
         if not self.bytes_taken:
             self._next = 0
 
     @contextlib.contextmanager
     def copies(self) -> Iterator[torch.cuda.Event | None]:
-        """Run the context's work on `stream`, after everything queued on the current stream so far; yields the event of
-        its end.
+        """Return a context for copies between device and arena: what it queues runs on `stream`, after everything
+        queued on the current stream so far. It yields the event that marks the end of the copies; None on a CPU.
 
-        When tensors leave, the work queued before wrote what is read here. When they return, it may still use the
-        memory just allocated: the allocator treats memory as free as soon as its last user on the current stream is
-        queued.
+        Copies to the host must wait for the work that computes the tensors. Copies to the device must wait, too: the
+        memory just allocated for them may still be in use by queued work, since the allocator treats memory as free as
+        soon as its last user on the current stream is queued.
         """
         if self.stream is None:
             yield None
@@ -112,10 +113,11 @@ class Arena:
             end.record(self.stream)
 
     def close(self) -> None:
-        """Free the memory, after copies under way. May be called twice; the arena can be used again afterwards.
+        """Free the host memory, after all copies under way. May be called twice; the arena can be used again
+        afterwards.
 
         Raises:
-            HybridError: the arena still holds an owner's bytes.
+            HybridError: some memory that was handed out has not been given back.
         """
         if self.bytes_taken:
             raise HybridError(

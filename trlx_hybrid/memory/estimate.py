@@ -1,4 +1,5 @@
-"""A forecast of a run's memory before its first step: pure functions from sizes and settings to bytes."""
+"""A forecast of a run's memory on one rank before its first step. An owner is one use of memory, see OWNERS. Pure
+functions from sizes and settings to bytes."""
 
 from __future__ import annotations
 
@@ -53,7 +54,13 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSize:
-    """The size of one tensor of the policy on this rank: `shape`, bytes per element, and whether it is trained."""
+    """The size of one tensor of the policy on this rank.
+
+    Attributes:
+        shape: the shape of this rank's part.
+        itemsize: bytes per element.
+        trainable: whether the tensor is trained, and so needs a gradient and optimizer state.
+    """
 
     shape: tuple[int, ...]
     itemsize: int
@@ -66,19 +73,21 @@ class ParameterSize:
 
     @property
     def bytes(self) -> int:
-        """The bytes on this rank."""
+        """The size in bytes on this rank."""
         return self.elements * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The predicted bytes per owner in each phase.
+    """The predicted bytes per owner (policy, gradients, optimizer, engine weights, KV cache, other) in each phase of a
+    step.
 
     Attributes:
-        phases: "edge" (between the phases: the weight sync, with all of the trainer's state and all weights, but no KV
-            cache where the engine sleeps), "rollout" and "train", each with bytes for every one of `OWNERS`.
-        away: per phase, owners that hold memory in other phases only.
-        notes: the assumptions made.
+        phases: for each phase, the bytes of every owner. The phases are "rollout", "train" and "edge". The latter is
+            the weight sync between them, with all of the trainer's state and all weights, but no KV cache where the
+            engine sleeps.
+        away: for each phase, the owners that hold no memory in it but do in other phases.
+        notes: the assumptions made, as texts for the run's header.
     """
 
     phases: Mapping[str, Mapping[str, int]]
@@ -87,14 +96,18 @@ class Prediction:
 
     @property
     def peak(self) -> tuple[str, int]:
-        """The phase that needs most memory, and its bytes."""
+        """The name of the phase that needs most memory, and the bytes that it needs."""
         return max(((phase, sum(held.values())) for phase, held in self.phases.items()), key=lambda item: item[1])
 
     def check(self, capacity: int) -> None:
-        """Raise if a phase cannot fit.
+        """Raise if a phase needs more memory than there is.
+
+        Args:
+            capacity: the bytes that may be used.
 
         Raises:
-            MemoryPlanError: a phase needs more than `capacity` bytes.
+            MemoryPlanError: a phase needs more than `capacity` bytes; names the phase, the largest owner and what to
+                change.
         """
         phase, needed = self.peak
         if needed <= capacity:
@@ -121,8 +134,8 @@ def predict(
     asleep: Collection[str] = ("engine weights", "KV cache"),
     offloaded: Collection[str] = (),
 ) -> Prediction:
-    """Return the bytes per owner and phase on one rank, once the optimizer has made its state. Gradients exist only in
-    TRAIN.
+    """Predict the bytes per owner and phase on one rank, as they are once the optimizer has made its state. Gradients
+    count only in TRAIN.
 
     Args:
         parameters: sizes of the policy's tensors, this rank's shards.
@@ -156,12 +169,13 @@ def predict(
 
 
 def predict_fitting(capacity: int, leaving: Sequence[str], least: int = 0, **given: Any) -> Prediction:
-    """Return `predict` with as few owners away during ROLLOUT as fit into `capacity` bytes, or with all away where that
-    does not suffice.
+    """Return the result of `predict` with as few owners offloaded during ROLLOUT as needed to fit into `capacity`
+    bytes; with all of them where even that does not suffice.
 
     Args:
-        leaving: owners that may leave, in this order.
-        least: number of owners that leave in any case.
+        capacity: the bytes that may be used.
+        leaving: owners that may be offloaded, in the order in which they are.
+        least: number of owners that are offloaded in any case.
         given: arguments of `predict`.
     """
     for away in range(least, len(leaving) + 1):
@@ -172,8 +186,12 @@ def predict_fitting(capacity: int, leaving: Sequence[str], least: int = 0, **giv
 
 
 def optimizer_bytes(optim: str, trainable: Sequence[ParameterSize]) -> tuple[int, tuple[str, ...]]:
-    """Return the bytes of an optimizer's state, by its name in `args.optim`, and the assumptions made. Step counters
-    are left out."""
+    """Return the bytes of an optimizer's state, and texts on the assumptions made. Step counters are left out.
+
+    Args:
+        optim: the optimizer's name, as in `args.optim`.
+        trainable: the sizes of the trained tensors.
+    """
     name = optim.removeprefix(PAGED)
     notes = [f"{optim} pages its state by itself: it does not leave with the others"] if _paged(optim) else []
     if name in ("adafactor", "adalomo"):
@@ -216,12 +234,12 @@ def _factored(p: ParameterSize) -> int:
 
 
 def plan_offload(held: Mapping[str, int], missing: int) -> list[str]:
-    """Return the owners that must leave during ROLLOUT: optimizer, then gradients, then policy, and no more than
-    required.
+    """Return the owners that must be offloaded during ROLLOUT to free `missing` bytes: optimizer, then gradients, then
+    policy, and no more than required.
 
     Args:
         held: bytes that each owner holds on the device at the end of TRAIN.
-        missing: bytes to be freed. All owners leave where they do not suffice.
+        missing: bytes to be freed. All owners are returned where they do not suffice.
     """
     leaving: list[str] = []
     for owner in LEAVING:

@@ -1,4 +1,5 @@
-"""The ledger of memory: bytes per owner, as measured, next to the prediction."""
+"""Measurement of the device memory that each owner (policy, gradients, optimizer, engine weights, KV cache, other)
+holds, for logs and error messages."""
 
 from __future__ import annotations
 
@@ -23,14 +24,16 @@ Interval = tuple[int, int]
 
 
 class Ledger:
-    """Measures bytes per owner on the arena's device; tensors elsewhere are not counted.
+    """Measures the bytes that each owner, such as the policy or the KV cache, holds on the arena's device; tensors
+    elsewhere are not counted.
 
     Args:
-        owners: functions that yield an owner's current tensors, by the names of `OWNERS`, in order of precedence. An
-            owner whose memory is unmapped, as vLLM's while it sleeps, must yield nothing: its addresses would still
-            count.
+        owners: for each owner of `OWNERS`, by its name, a function that yields its current tensors. Memory that several
+            owners share counts for the first of them. An owner whose memory is unmapped, as vLLM's while it sleeps,
+            must yield nothing: its addresses would still count.
         arena: the host arena, reported separately.
-        allocated: bytes in use on the device (`torch.cuda.memory_allocated`); with None, "other" is not measured.
+        allocated: a function that returns the bytes in use on the device (`torch.cuda.memory_allocated`); with None,
+            "other" is not measured.
 
     Attributes:
         held: bytes per owner when a phase last began, for each phase that has begun.
@@ -55,10 +58,13 @@ class Ledger:
         return held
 
     def metrics(self, phase: Phase) -> dict[str, float]:
-        """Measure, and return numbers for the logs, in MiB: `hybrid/memory/<phase>_mib` is what all owners hold,
-        `hybrid/memory/host_arena_mib` the arena, if there is one. For TRAIN also `hybrid/memory/moved/<owner>_mib`, for
-        each owner that holds another amount than at the last call for ROLLOUT: positive for what came back for TRAIN,
-        negative for what exists in ROLLOUT only."""
+        """Measure the owners when a phase begins, and return metrics for the logs, in MiB.
+
+        `hybrid/memory/<phase>_mib` is what all owners hold. `hybrid/memory/host_arena_mib` is the host memory of the
+        arena, if there is any. For TRAIN there is also `hybrid/memory/moved/<owner>_mib`, for each owner that holds
+        another amount than at the last call for ROLLOUT: positive for what came back for TRAIN, negative for what
+        exists in ROLLOUT only.
+        """
         held = self.held[phase] = self.measure()
         found = {f"hybrid/memory/{phase.value}_mib": sum(held.values()) / MIB}
         if self.arena.bytes:
@@ -71,7 +77,7 @@ class Ledger:
         return found
 
     def report(self, phase: Phase, capacity: int | None = None, prediction: Prediction | None = None) -> str:
-        """Return a report of what each owner holds, largest first, and what to change: the message after an
+        """Return a text on the memory that each owner holds now, largest first, and what to change. It is added to an
         out-of-memory error.
 
         Args:
@@ -98,8 +104,12 @@ class Ledger:
 
 
 def disjoint_bytes(owners: Mapping[str, Iterable[Interval]]) -> dict[str, int]:
-    """Return the bytes per owner for address intervals (end exclusive) that may overlap: shared addresses count for the
-    first owner."""
+    """Return the bytes that each owner holds, by its name. Addresses that several owners share count for the first of
+    them.
+
+    Args:
+        owners: for each owner, its address intervals (end exclusive), which may overlap.
+    """
     held: dict[str, int] = {}
     covered: list[Interval] = []
     before = 0
@@ -112,7 +122,7 @@ def disjoint_bytes(owners: Mapping[str, Iterable[Interval]]) -> dict[str, int]:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the same addresses as sorted intervals that neither overlap nor touch."""
+    """Return the addresses of some intervals, which may overlap, as sorted intervals that neither overlap nor touch."""
     joined: list[Interval] = []
     for start, stop in sorted(intervals):
         if joined and start <= joined[-1][1]:
@@ -123,7 +133,8 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def parameter_sizes(module: nn.Module) -> list[ParameterSize]:
-    """Return the sizes of the policy's parameters on this rank; tied ones come once."""
+    """Return the sizes of a module's parameters on this rank, with the scales of quantised ones; a tied parameter comes
+    once."""
     return [
         ParameterSize(shape=tuple(local.shape), itemsize=local.element_size(), trainable=p.requires_grad)
         for p in module.parameters()
@@ -132,8 +143,9 @@ def parameter_sizes(module: nn.Module) -> list[ParameterSize]:
 
 
 def table(prediction: Prediction) -> list[str]:
-    """Return lines for the run's header: GiB per owner and phase, what is away, the peak, and the assumptions. MiB
-    where the peak is below one GiB."""
+    """Return a memory prediction as lines for the run's header: a table of owners and phases in GiB (MiB where the peak
+    is below one GiB), the peak, and the assumptions. An owner that is offloaded or asleep in a phase is shown as
+    "away"."""
     phases = list(prediction.phases)
     phase, peak = prediction.peak
     name, unit = ("GiB", GIB) if peak >= GIB else ("MiB", MIB)
@@ -158,8 +170,8 @@ def _gib(nbytes: int) -> str:
 
 
 def plain_tensors(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the strided tensors that hold the bytes: for a DTensor its local tensor, for a quantised tensor all its
-    parts."""
+    """Yield the strided tensors that hold the bytes of some tensors: a DTensor's local tensor, the parts of a quantised
+    tensor, and any other tensor itself."""
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
             parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
@@ -169,20 +181,20 @@ def plain_tensors(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """Return the distinct storages of some tensors, in order."""
+    """Return the distinct storages that hold some tensors, each once, in order."""
     found = (tensor.untyped_storage() for tensor in plain_tensors(tensors))
     return list({storage._cdata: storage for storage in found}.values())
 
 
 def policy_tensors(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
-    """Yield the parameters and buffers of some modules, with scales of quantised weights; a tied one comes once per
-    module that has it."""
+    """Yield the parameters and buffers that some modules hold directly, with the scales of quantised weights. A tied
+    parameter comes once per module that has it."""
     held = (t for m in modules for t in itertools.chain(m._parameters.values(), m._buffers.values()))
     return (tensor for found in held if found is not None for tensor in (found, *scales(found)))
 
 
 def gradient_tensors(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
-    """Yield the gradients that exist."""
+    """Yield the gradients of the parameters that have one."""
     return (p.grad for p in parameters if p.grad is not None)
 
 

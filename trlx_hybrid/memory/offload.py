@@ -1,5 +1,5 @@
-"""Offloading of an owner's tensors: they leave the device and return, bit for bit, while everything that refers to them
-stays valid."""
+"""Offloading of the tensors of one owner, such as the optimizer: their bytes move to host memory and back unchanged,
+while the tensor objects stay the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ SMALL = 1 << 20  # bytes; torch's CUDA allocator has a separate pool for smaller
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Away:
-    """A storage that left the device: it is empty, and its bytes are in the arena."""
+    """A storage that was offloaded: on the device it is empty, and its bytes are in the arena.
+
+    Attributes:
+        storage: the storage, of size 0 now.
+        nbytes: its size in bytes before.
+        pieces: the arena's tensors that hold its bytes.
+    """
 
     storage: torch.UntypedStorage
     nbytes: int
@@ -28,12 +34,13 @@ class _Away:
 
 
 class Offload:
-    """Moves the storages of one owner between the device and the arena. Use each object from one thread.
+    """Moves the storages of one owner, such as the optimizer, between the device and the arena. Use each object from
+    one thread.
 
     A storage is emptied in place, so tensors, views and the optimizer's dicts stay the same objects; each storage moves
     once, however many tensors share it. Storages that are on another device or cannot be emptied stay. Emptied tensors
-    must not be touched: see `guard`. A storage that was exported (DLPack, `numpy()`, CUDA IPC) or whose address was
-    recorded (CUDA graphs) must not be listed: it returns to another address.
+    must not be read or written: see `guard`. A storage that was exported (DLPack, `numpy()`, CUDA IPC) or whose address
+    was recorded (CUDA graphs) must not be among `tensors`: it returns to another address.
 
     Args:
         arena: host buffer for the bytes.
@@ -48,15 +55,17 @@ class Offload:
 
     @property
     def resident(self) -> bool:
-        """True where all of the owner's tensors may be used on the current stream."""
+        """True where all of the owner's tensors are on the device and may be used on the current stream."""
         return not self._away and not self._returning
 
     def leave(self) -> int:
-        """Copy all that can move to the arena and free it on the device. Returns the bytes moved; 0 when nothing was
-        there.
+        """Copy the owner's tensors to the arena, as far as they can move, and free them on the device.
 
-        It returns while copies run: no one else gets the freed memory before they are done, and
-        `torch.cuda.empty_cache()` waits for them and gives it back to the device.
+        It returns while copies run: no one else gets the freed memory before they are done. `torch.cuda.empty_cache()`
+        waits for them and gives the memory back to the device.
+
+        Returns:
+            The bytes moved; 0 if nothing could move.
 
         Raises:
             MemoryPlanError: the host lacks the memory; nothing moved.
@@ -75,12 +84,14 @@ class Offload:
         return sum(sizes)
 
     def start_return(self) -> int:
-        """Allocate on the current stream and start the copies to the device, without waiting. Returns the bytes whose
-        copies started.
+        """Allocate device memory for the tensors that were offloaded, and start the copies to it, without waiting.
+
+        Returns:
+            The bytes whose copies started.
 
         Raises:
-            torch.OutOfMemoryError: the device is full. Storages that got memory before that return; the rest is still
-                away.
+            torch.OutOfMemoryError: the device is full. Storages that got memory before the error return; the rest is
+                still offloaded.
         """
         self._forget_dead()
         self._one_segment()
@@ -98,14 +109,15 @@ class Offload:
         return sum(away.nbytes for away in batch)
 
     def finish_return(self) -> None:
-        """Make the current stream wait for the copies that were started; the host does not wait."""
+        """Make the current stream wait for the copies that `start_return` has started, and give their host memory back;
+        the host does not wait."""
         if self._returned is not None:
             torch.cuda.current_stream(self._arena.device).wait_event(self._returned)
         self._arena.give_back([away.nbytes for away in self._returning])
         self._returning, self._returned = [], None
 
     def return_all(self) -> None:
-        """Start the return of everything that is still away, and finish it."""
+        """Bring back all tensors that are still offloaded: `start_return` and `finish_return`."""
         self.start_return()
         self.finish_return()
 
@@ -120,8 +132,8 @@ class Offload:
                 target.copy_(source, non_blocking=True)
 
     def _one_segment(self) -> None:
-        """Ask the driver for all the memory in one call: hundreds of calls of cudaMalloc would take longer than the
-        copies.
+        """Make torch's allocator reserve the memory for all returning storages in one call of cudaMalloc: hundreds of
+        calls would take longer than the copies.
 
         The block goes straight back to torch's cache, from which the storages are then allocated.
         """
@@ -135,7 +147,8 @@ class Offload:
                 torch.empty(need, dtype=torch.uint8, device=device)
 
     def _forget_dead(self) -> None:
-        """Drop storages that nothing refers to any more, such as gradients set to None while away."""
+        """Drop offloaded storages that no tensor refers to any more, such as gradients set to None meanwhile, so that
+        they are not brought back."""
         dead = {away for away in self._away if _unreferenced(away.storage)}
         self._away = [away for away in self._away if away not in dead]
         self._arena.give_back([away.nbytes for away in dead])
@@ -148,14 +161,17 @@ def _unreferenced(storage: torch.UntypedStorage) -> bool:
 
 
 def guard(optimizer: Any, offload: Offload) -> Callable[[], None]:
-    """Make an optimizer bring its state back before `step` and `state_dict` read it; the stream waits, the host does
-    not.
+    """Add hooks to an optimizer that bring its offloaded state back before `step` and `state_dict` read it. The stream
+    waits for the copies, the host does not.
+
+    Args:
+        offload: the offload of the optimizer's state.
 
     Returns:
         A function that removes the hooks.
 
     Raises:
-        ConfigError: the optimizer has no such hooks (DeepSpeed's own).
+        ConfigError: the optimizer is no torch optimizer and has no such hooks (DeepSpeed's own).
     """
     inner = torch_optimizer(optimizer)
     if not isinstance(inner, torch.optim.Optimizer):

@@ -45,13 +45,14 @@ ENGINES = ("engine weights", "KV cache")  # owners that a sleeping engine gives 
 
 
 class TrainerMemory:
-    """Offloads and returns the trainer's state when a phase begins or ends, through one host arena. The engine's own
-    memory is left to the engine.
+    """Offloads the trainer's state (optimizer, gradients, policy) to host memory when a rollout begins, and brings it
+    back when it ends. Also measures and predicts the memory of trainer and engine. The engine frees and restores its
+    own memory by itself.
 
     Args:
         optimizer: returns the optimizer, or None while there is none.
         optimizer_name: TRL's `optim`, which predicts the optimizer's state before there is one.
-        offload: `HybridConfig.offload`.
+        offload: `HybridConfig.offload`: "auto", "all" or "none".
         phase: returns the current phase.
         source: the component that offers the engine.
 
@@ -103,17 +104,23 @@ class TrainerMemory:
         return found
 
     def _allocated(self) -> int:
-        """Return the bytes that torch counts as allocated, less those that vLLM's sleep has unmapped."""
+        """Return the bytes that torch counts as allocated, less what a sleeping vLLM engine has given back: torch still
+        counts that."""
         asleep = self.engine.asleep_bytes if self.engine is not None else 0
         return torch.cuda.memory_allocated(self.device) - asleep
 
     # --- phase edges ------------------------------------------------------------------------------------------------
 
     def make_room(self, owners: Collection[str] = ("optimizer", "gradients")) -> int:
-        """Offload owners, as far as the memory that the engine still has to wake requires it. Returns the bytes that
-        left.
+        """Offload trainer state, as much as the engine needs to wake the memory that still sleeps. Optimizer and
+        gradients are offloaded before the weight sync, and their copies run during it; the policy is offloaded only
+        after it.
 
-        Optimizer and gradients leave before the weight sync and are copied during it; the policy leaves only after it.
+        Args:
+            owners: the owners that may be offloaded now, of `LEAVING`.
+
+        Returns:
+            The bytes that were offloaded.
         """
         return self._leave(self._leaving(owners))
 
@@ -140,8 +147,13 @@ class TrainerMemory:
         return [owner for owner in leaving if owner in owners]  # otherwise the wake-up raises and says what is missing
 
     def come_back(self, owners: Collection[str] = LEAVING) -> None:
-        """Start all returns. The policy is needed next, so it is waited for; the optimizer's copies run during forward
-        and backward, and its step waits for them."""
+        """Start to bring back what was offloaded, at the end of a rollout. The current stream waits for policy and
+        gradients, which are needed next; the optimizer's copies run during forward and backward passes, and its step
+        waits for them.
+
+        Args:
+            owners: the owners to bring back, of `LEAVING`.
+        """
         for owner in reversed(LEAVING):
             if owner in owners:
                 self._offloads[owner].start_return()
@@ -155,38 +167,45 @@ class TrainerMemory:
             self._guarded, self._guards = optimizer, guard(optimizer, self._offloads["optimizer"])
 
     def settle(self) -> None:
-        """Bring everything back, ready for use: before a checkpoint, and at the end."""
+        """Bring all offloaded state back, ready for use. Called before a checkpoint, and at the end of the run."""
         for offload in self._offloads.values():
             offload.return_all()
 
     def reclaim(self) -> None:
-        """Give memory that nothing refers to back to the device; another engine may need all of it."""
+        """Return memory that torch caches and nothing refers to to the device, since another engine may need all of
+        it."""
         if self.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
             self._unused = None
 
     def make_room_to_build(self, plan: Prediction) -> None:
-        """Move optimizer and policy to host memory while an engine is built, if they are going to be away in ROLLOUT.
-        An optimizer has state by then after a resume, or where an engine was built before."""
+        """Offload optimizer and policy while an engine is built, if the prediction has them offloaded in ROLLOUT. An
+        optimizer has state by then after a resume, or where an engine was built before.
+
+        Args:
+            plan: the prediction that `check_fit` returned.
+        """
         self._leave(owner for owner in ("optimizer", "policy") if owner in plan.away["rollout"])
         self.reclaim()
 
     def return_after_build(self, engine: Engine) -> None:
-        """Bring back what left while the engine was built; the KV cache sleeps meanwhile, as at each weight sync."""
+        """Bring back what `make_room_to_build` has offloaded, once the engine is built. The engine's KV cache sleeps
+        meanwhile, as at each weight sync."""
         if not all(offload.resident for offload in self._offloads.values()):
             asked(self._source, engine, "sleep", keep_weights=True)
             self.come_back()
 
     def park_policy(self) -> None:
-        """Move the base weights to host memory while the engine is built whose memory they are going to share."""
+        """Move the base model's weights to host memory while the engine is built, if policy and engine are going to
+        share the engine's copy of the weights."""
         for p in self._policy.base_parameters().values():
             p.data = p.data.cpu()
         torch.cuda.empty_cache()
 
     def unpark_policy(self) -> None:
-        """Move base weights back to the device that found no place in the engine's memory, or whose engine could not be
-        built."""
+        """Move those base weights back to the device that got no place in the engine's memory after `park_policy`, or
+        all of them if the engine could not be built."""
         self.settle()
         for p in self._policy.base_parameters().values():
             if p.device.type != self.device.type:
@@ -197,7 +216,7 @@ class TrainerMemory:
     def check_fit(
         self, *, kv_cache_bytes: int, shared: bool, engine_weight_bytes: int, workspace: int, sleeps: bool
     ) -> Prediction:
-        """Refuse a run that cannot fit, before its engine is built.
+        """Predict whether the run fits into memory before its engine is built, and refuse it if it does not.
 
         Args:
             kv_cache_bytes: the KV cache's size, or the smallest that suffices.
@@ -223,14 +242,22 @@ class TrainerMemory:
         return self._predict(kv_cache_bytes + workspace, engine_weight_bytes, shared=shared, asleep=asleep)
 
     def engine_weight_bytes(self, itemsize: int, ranks_per_replica: int) -> int:
-        """Return the bytes of an engine's own weights on one rank, which holds one of `ranks_per_replica` parts. The
-        result is the same on all ranks, however the policy is sharded."""
+        """Return the bytes that an engine with its own weights holds on one rank. The result is the same on all ranks,
+        however the policy is sharded.
+
+        Args:
+            itemsize: bytes per element in the engine.
+            ranks_per_replica: the number of ranks that one copy of the weights is divided among.
+        """
         whole = sum(getattr(p, "ds_numel", None) or elements(p) for p in self._policy.module.parameters())
         return whole * itemsize // ranks_per_replica
 
     def predict_live(self, engine: Engine, keeps_weights: bool) -> None:
-        """Predict the run's memory from the engine that was built. `keeps_weights` is the weight sync's: whether the
-        engine's weights stay during TRAIN."""
+        """Predict the run's memory from the engine that was built, and store the result as `prediction`.
+
+        Args:
+            keeps_weights: whether the engine's weights stay on the device during TRAIN; `WeightSync.keeps_weights`.
+        """
         self._unused = None
         held = self.ledger.measure()
         whole = sum(storage.nbytes() for storage in storages(self._resident("weights")))
@@ -242,8 +269,15 @@ class TrainerMemory:
     def _predict(
         self, kv_cache_bytes: int, engine_weight_bytes: int, *, shared: bool, asleep: Collection[str]
     ) -> Prediction:
-        """Return the prediction with as few owners away during ROLLOUT as needed to fit; no owner is away where the
-        engine gives no memory back during TRAIN."""
+        """Return the prediction with as few owners offloaded during ROLLOUT as needed to fit; with none where the
+        engine gives no memory back during TRAIN, or offloading is off.
+
+        Args:
+            kv_cache_bytes: size of the KV cache.
+            engine_weight_bytes: size of the engine's own weights.
+            shared: whether the engine uses the policy's memory for its weights.
+            asleep: the engine's owners ("engine weights", "KV cache") that give memory back during TRAIN.
+        """
         movable: tuple[str, ...] = LEAVING[:2] if shared else LEAVING
         if self._mode == "none" or not asleep or (self._mode == "auto" and self.device.type != "cuda"):
             movable = ()  # as in `_leaving`
@@ -266,7 +300,8 @@ class TrainerMemory:
         return 0 if optimizer is None else optional_state_bytes(torch_optimizer(optimizer))
 
     def capacity(self) -> int:
-        """Return the bytes that all owners together may take: what is free, and what they hold."""
+        """Return the bytes that policy, gradients, optimizer and engine together may take on the device: what is free,
+        and what they hold now."""
         held = self.ledger.measure()
         return self.free_bytes() + sum(n for owner, n in held.items() if owner != "other")
 
@@ -275,8 +310,8 @@ class TrainerMemory:
         return table(self.prediction) if self.prediction is not None else []
 
     def free_bytes_in_rollout(self) -> int:
-        """Return the bytes that an engine to be built may take, its weights included: what is free now, less the future
-        optimizer state if that stays on the device."""
+        """Return the bytes that an engine which is about to be built may take, its weights included: what is free now.
+        If offloading is off, the optimizer state that will be added later is subtracted."""
         stays = 0
         if self._mode == "none":
             trainable = [p for p in parameter_sizes(self._policy.module) if p.trainable]
@@ -297,7 +332,7 @@ class TrainerMemory:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Add a note of what each owner holds to an out-of-memory error raised inside the context."""
+        """Return a context that adds a note on the memory of each owner to an out-of-memory error raised inside."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -306,7 +341,7 @@ class TrainerMemory:
             raise
 
     def close(self) -> None:
-        """Bring everything back, remove the hooks from the optimizer, and free the arena."""
+        """Bring all offloaded state back, remove the hooks from the optimizer, and free the host arena."""
         self.settle()
         self._guards()
         self._guarded, self._guards = None, lambda: None
@@ -314,8 +349,8 @@ class TrainerMemory:
 
 
 def unused_in_private_pools(segments: Iterable[Mapping[str, Any]], device: torch.device) -> int:
-    """Return the bytes in private pools that torch counts as reserved but not allocated, and that no tensor outside of
-    these pools can get: pools of CUDA graphs, and of a sleeping engine, whose memory may also be unmapped.
+    """Return the bytes that torch has reserved in private memory pools (of CUDA graphs, or of a sleeping engine) and
+    that are not allocated: no tensor outside of these pools can get them, so they do not count as free.
 
     Args:
         segments: segments as `torch.cuda.memory_snapshot` returns them.

@@ -1,2 +1,2 @@
-"""Plugins: the hooks they implement, the host that calls the hooks, the components on offer, and the choice among
-them."""
+"""Plugins: the hooks they implement, the host that calls the hooks, the components that plugins offer, and the choice
+of those that a run uses."""

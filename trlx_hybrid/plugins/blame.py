@@ -11,11 +11,12 @@ from typing import Any, Protocol
 from ..errors import ComponentError, HybridError
 
 CALLED_BACK = "_trlx_hybrid_called_back"
-"""Attribute that marks an error raised by a function that a component was given to call."""
+"""The attribute that marks an error as not the component's fault: it was raised by a function that the component was
+given to call, see `called_back`."""
 
 
 class Blamed(Protocol):
-    """The component that an error is attributed to; its text names the component and its plugin."""
+    """A component to which an error can be attributed. `str` of it names the component and its plugin."""
 
     @property
     def way_out(self) -> str:
@@ -24,10 +25,13 @@ class Blamed(Protocol):
 
 @contextmanager
 def blaming(component: Blamed | None, method: str) -> Iterator[None]:
-    """Attribute errors raised inside the context to a component's method.
+    """Return a context that attributes errors raised inside to a component's method.
+
+    Errors of this package and out-of-memory errors stay as they are.
 
     Args:
         component: the component, or None where it is not known: errors then stay as they are.
+        method: name of the method that is called inside.
 
     Raises:
         ComponentError: the method raised; the message names the component, its plugin, the method and what to do.
@@ -48,8 +52,8 @@ def blaming(component: Blamed | None, method: str) -> Iterator[None]:
 
 @contextmanager
 def called_back() -> Iterator[None]:
-    """Mark errors raised inside the context as not the component's own: they come from what it was given to call, such
-    as a model's forward pass."""
+    """Return a context for code that a component calls but did not write, such as a model's forward pass. Errors raised
+    inside are marked, so that `blaming` does not attribute them to the component."""
     try:
         yield
     except Exception as error:
@@ -59,20 +63,25 @@ def called_back() -> Iterator[None]:
 
 
 def asked(component: Blamed | None, part: object, method: str, *given: Any, **named: Any) -> Any:
-    """Call a method of an object that a component has built, and return its answer.
+    """Call a method of an object that a component has built, and return its result.
+
+    Args:
+        component: the component, or None where it is not known.
+        part: the object.
+        method: name of the method; `given` and `named` are its arguments.
 
     Raises:
-        ComponentError: as for `blaming`.
+        ComponentError: the method raised, see `blaming`.
     """
     with blaming(component, method):
         return getattr(part, method)(*given, **named)
 
 
 def asked_text(component: Blamed | None, part: object, method: str, *given: Any) -> str | None:
-    """Call a method that returns a text or None, and return its answer.
+    """Call a method, see `asked`, that must return a text or None, and return its result.
 
     Raises:
-        ComponentError: as for `blaming`, or the answer is neither a text nor None.
+        ComponentError: the method raised, or returned something else.
     """
     answer = asked(component, part, method, *given)
     if answer is not None and not isinstance(answer, str):
@@ -81,7 +90,12 @@ def asked_text(component: Blamed | None, part: object, method: str, *given: Any)
 
 
 def fault(component: Blamed | None, method: str, found: str, wanted: str) -> ComponentError:
-    """Return an error that says what a method returned, and what was expected."""
+    """Return the error for a method of a component that returned something unexpected.
+
+    Args:
+        found: what it returned, as text.
+        wanted: what was expected, as text.
+    """
     who, way_out = ("component", "") if component is None else (str(component), f" {component.way_out}")
     return ComponentError(f"The {who} returned {found} from `{method}`, where {wanted} was expected.{way_out}")
 

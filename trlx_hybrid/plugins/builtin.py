@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class Padded(Scoring):
-    """TRL's own forward passes, over rows padded to the longest."""
+    """The default scoring component: log-probs from TRL's own forward passes, over rows padded to the longest."""
 
     name = "padded"
 
     def score(self, rows: Rows) -> Scores:
-        """Return the scores of TRL's own forward passes."""
+        """Return the log-probs and entropies that TRL's own forward passes compute."""
         return rows.padded()
 
 

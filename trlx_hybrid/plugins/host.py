@@ -1,5 +1,5 @@
-"""The host: loads plugins, calls their hooks, and names the plugin at fault. It depends neither on trl nor on any
-backend."""
+"""The plugin host: loads plugins, calls their hooks, and names the plugin when a hook fails. It depends neither on trl
+nor on any backend."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PluginInfo:
 
 
 class Host:
-    """The plugins of this process that are not disabled, and their registry of components.
+    """The plugins that are loaded in this process, and the registry of the components that they offer.
 
     Args:
         disable: plugin names to leave out, besides those in the environment variable TRLX_HYBRID_DISABLE.
@@ -62,8 +62,11 @@ class Host:
 
     @classmethod
     def load(cls, disable: Iterable[str] = (), plugins: Iterable[object] = ()) -> Host:
-        """Return a host with every installed plugin, in the order of their names, followed by the plugins of the
-        script.
+        """Return a host with every installed plugin, in the order of their names, followed by the given ones.
+
+        Args:
+            disable: names of installed plugins to leave out.
+            plugins: the script's own plugins, the trainer's argument `plugins`: objects with hook implementations.
 
         Raises:
             PluginError: a plugin does not load, is for another version of the API, or two distributions claim one name.
@@ -97,14 +100,18 @@ class Host:
         return host
 
     def _refuse_other_versions(self, installed: Any, claims: Collection[str]) -> set[str]:
-        """Refuse plugins that are only for another version of the API: such a plugin might load and behave differently
-        than described.
+        """Refuse plugins that are only for another version of the API, unless they are disabled: such a plugin might
+        load and behave differently than described.
 
         Args:
+            installed: all installed entry points.
             claims: names of plugins for this version; a plugin that is also for other versions is loaded for this one.
 
         Returns:
-            The names of plugins that are for other versions only. They are disabled, else this raises.
+            The names of plugins that are for other versions only, all of them disabled.
+
+        Raises:
+            PluginError: such a plugin is not disabled.
         """
         groups = [group for group in installed.groups if OTHER_VERSION.fullmatch(group)]
         found = [claim for group in groups for claim in installed.select(group=group) if claim.name not in claims]
@@ -181,9 +188,13 @@ class Host:
         self.plugins.append(info)
 
     def call(self, hook: str, **arguments: Any) -> Any:
-        """Call a hook on every plugin; an exception is raised again as a PluginError that names its plugin.
+        """Call a hook on every plugin, and return what pluggy returns: the results in a list, or a single one for a
+        hook of which only the first result is used.
 
         Errors of this package pass through unchanged: they already say what to do.
+
+        Raises:
+            PluginError: an implementation raised another error; names its plugin.
         """
         caller = getattr(self._manager.hook, hook)
         try:
@@ -197,8 +208,8 @@ class Host:
             raise self.fault(info, hook, error) from error
 
     def _culprit(self, hook: str, traceback: TracebackType | None) -> PluginInfo | None:
-        """Return the plugin whose implementation of `hook` is in the traceback, or None. Calls that succeed cost
-        nothing extra."""
+        """Return the plugin whose implementation of `hook` raised an error, found in the error's traceback; None if
+        there is none. Calls that succeed cost nothing extra."""
         frames = {frame.f_code for frame, _ in walk_tb(traceback)}
         for implementation in getattr(self._manager.hook, hook).get_hookimpls():
             function = getattr(implementation.function, "__func__", implementation.function)
@@ -208,6 +219,10 @@ class Host:
 
     def require(self, names: Iterable[str], where: str) -> None:
         """Refuse settings for plugins that are not loaded, which nothing would read.
+
+        Args:
+            names: names of the plugins that have settings.
+            where: the setting that contains them, for the message.
 
         Raises:
             ConfigError: a plugin of one of the names is not loaded.
@@ -222,7 +237,8 @@ class Host:
                 )
 
     def only(self, hook: str) -> PluginInfo | None:
-        """Return the plugin that implements a hook of which only one answer is used; None if there is none.
+        """Return the plugin that implements a hook which only one plugin may implement, such as `trlx_advantages`; None
+        if there is none.
 
         Raises:
             PluginError: several plugins implement it.
@@ -240,7 +256,8 @@ class Host:
 
     @staticmethod
     def fault(info: PluginInfo, hook: str, error: Exception) -> PluginError:
-        """Return the error that says which plugin failed in which hook, and what to do."""
+        """Return the error to be raised for a hook that failed: it says which plugin failed in which hook, and what to
+        do."""
         if info.distribution == SCRIPT:
             where, way_out = f"plugins=, {SCRIPT}", "Mend it there, or leave it out."
         else:
@@ -291,6 +308,9 @@ def _origin(entry_point: EntryPoint) -> str:
 
 def check_ranks_agree(plugins_per_rank: Sequence[Sequence[PluginInfo]]) -> None:
     """Check that every rank runs the same plugins: if one rank lacked a hook, the others would wait in a collective.
+
+    Args:
+        plugins_per_rank: the loaded plugins of each rank.
 
     Raises:
         PluginError: names the first rank that differs from rank 0, and the plugin.

@@ -1,5 +1,5 @@
-"""Checks that a component fits its protocol: it has all required members, none is misspelt, and its methods accept
-their arguments.
+"""Checks that a component fits the protocol of its kind (`Engine`, `WeightSync` and so on): it has all required
+members, none is misspelt, and its methods accept their arguments.
 
 The checks inspect the object when it is built; they call none of the methods that a run calls later.
 """
@@ -22,14 +22,15 @@ OPTIONAL = {
     "Algorithm": {name for name in vars(Algorithm) if not name.startswith("_")},
     "EnvironmentArguments": {field.name for field in fields(EnvironmentArguments)},
 }
-"""Members that a component may inherit, by protocol. An engine need not have them at all."""
+"""Members of each protocol that a component may inherit instead of defining them. An engine need not have its optional
+members at all."""
 
 ACTS = ("draw", "keep", "observe", "rewards", "advantages", "loss")
-"""Methods by which an algorithm changes or observes anything."""
+"""Methods by which an algorithm has any effect; one without any of them is refused."""
 
 ALIKE = 0.8
-"""The similarity, as difflib computes it, from which on a name counts as a misspelt member, for instance with one
-letter too many."""
+"""The similarity, as difflib computes it, from which on an unknown name counts as a misspelt member, for instance with
+one letter too many."""
 
 
 def missing_members(built: object, protocol: type[Any]) -> list[str]:
@@ -44,8 +45,8 @@ def missing_members(built: object, protocol: type[Any]) -> list[str]:
 
 
 def mistaken_members(built: object, protocol: type[Any]) -> str | None:
-    """Return what is wrong with the object's own members (misspelt, not callable with the given arguments, without
-    effect), or None.
+    """Return a text on what is wrong with the members that an object defines (misspelt, not callable with the
+    protocol's arguments, without effect), or None.
 
     Args:
         built: the object; it has all members that the protocol requires.
@@ -57,7 +58,8 @@ def mistaken_members(built: object, protocol: type[Any]) -> str | None:
 
 
 def overrides(built: object, name: str, protocol: type[Any]) -> bool:
-    """Return whether the object has its own version of a member, from its class or set on the object itself."""
+    """Return whether an object has its own version of a protocol's member, from its class or set on the object itself,
+    and not the one inherited from the protocol."""
     found = getattr(built, name, None)
     return getattr(found, "__func__", found) is not vars(protocol).get(name)
 
@@ -85,7 +87,8 @@ def _members(protocol: type[Any]) -> dict[str, Any]:
 
 
 def _misspelt(built: object, protocol: type[Any]) -> Iterator[str]:
-    """Yield a message for each member whose name is almost that of a member which the object inherits or lacks."""
+    """Yield a message for each member whose name is almost the name of a protocol's member that the object does not
+    define itself."""
     stubs = _members(protocol)
     left = {name for name in stubs if not hasattr(built, name) or not overrides(built, name, protocol)}
     for kind in type(built).__mro__:
@@ -104,8 +107,8 @@ def _misspelt(built: object, protocol: type[Any]) -> Iterator[str]:
 
 
 def _uncallable(built: object, protocol: type[Any]) -> Iterator[str]:
-    """Yield a message for each method that does not accept its arguments: required ones are passed by position,
-    optional ones by name."""
+    """Yield a message for each of the object's methods that cannot be called as a run calls it: with the protocol's
+    required arguments by position, and the optional ones by name."""
     for name, stub in _members(protocol).items():
         if not inspect.isroutine(stub) or not hasattr(built, name) or not overrides(built, name, protocol):
             continue

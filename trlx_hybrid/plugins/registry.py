@@ -1,5 +1,5 @@
-"""The registry of named components per slot. Plugins offer components; one is chosen per slot, or an error says why
-none can be."""
+"""The registry of components. A slot is one exchangeable part of a run, such as the engine or the weight sync (see
+SLOTS). Plugins offer named components for slots, and a run chooses among them."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ BRINGS: dict[Slot, dict[str, str]] = {
     "environment": {},
     "server": {"vllm": "trlx-hybrid-vllm"},
 }
-"""The distributions of this project that bring components, by slot and name. Messages may name only these: anyone could
-register another name on a package index."""
+"""Components that this project's own distributions offer, by slot and name, each with the distribution to install.
+Messages may name only these: anyone could register another name on a package index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Component:
-    """A component: one way to fill a slot.
+    """A component that a plugin offers for a slot (an exchangeable part of a run, such as the engine).
 
     Attributes:
         factory: called with the session and the validated options; returns the live object. Heavy imports belong here.
             An environment is made before there is a session: its factory is called with None.
         options: dataclass that `HybridConfig.<slot>_options` is validated against; None takes no options.
         order: where `auto` tries it, lowest first (weights only).
-        unavailable: called without arguments; returns why it cannot work on this machine, or None.
+        unavailable: called without arguments; returns the reason why it cannot work on this machine, or None.
         refuses: called with the session and the options when the trainer is built, before the component is built;
             returns why the component cannot serve this model, or None.
         streams: for an engine: whether it serves requests one at a time (`Engine.stream`).
@@ -98,18 +98,23 @@ class Component:
         return "Report it to its author, or choose another."
 
     def out_of_place(self) -> str | None:
-        """Return why the component cannot work on this machine, or None.
+        """Return the reason why the component cannot work on this machine, or None if it can.
 
         Raises:
-            ComponentError: its `unavailable` failed, or returned something else.
+            ComponentError: its function `unavailable` raised, or returned something else than a text or None.
         """
         return asked_text(self, self, "unavailable")
 
     def refusal(self, session: Any, options: Any) -> str | None:
-        """Return why the component cannot serve this run, or None, as far as it knows before it is built.
+        """Return the reason why the component cannot serve this run, as far as it knows before it is built; None if it
+        can.
+
+        Args:
+            session: the run's session.
+            options: the component's validated options.
 
         Raises:
-            ComponentError: its `refuses` failed, or returned something else.
+            ComponentError: its function `refuses` raised, or returned something else than a text or None.
         """
         return asked_text(self, self, "refuses", session, options)
 
@@ -161,7 +166,8 @@ class Component:
 
 
 WRITTEN = (Engine, WeightSync, Rollout, Scoring, Algorithm)
-"""Protocols that plugin authors implement as classes; the other slots take classes of this package."""
+"""Protocols that plugin authors implement as classes, whose members are therefore checked; for the other slots,
+factories return objects of this package's classes."""
 
 
 def _protocol(slot: Slot) -> type[Any]:
@@ -181,7 +187,13 @@ class Registry:
         self._offering = self._distribution = BUILTIN
 
     def offer(self, slot: Slot, name: str, factory: Callable[..., Any], **declared: Any) -> None:
-        """Offer a component under `name`; `declared` has further attributes of `Component`.
+        """Register a component. A plugin calls this in its hook `trlx_register`.
+
+        Args:
+            slot: the part of a run that the component can fill, see SLOTS.
+            name: the name by which users choose it.
+            factory: called with the session and the validated options; returns the component's object.
+            declared: further attributes of `Component`.
 
         Raises:
             ComponentError: the slot is unknown, the factory does not take (session, options), or another plugin has
@@ -220,7 +232,7 @@ class Registry:
         return sorted(self._components[slot].values(), key=lambda c: (c.order, c.name))
 
     def choose(self, slot: Slot, name: str) -> Component:
-        """Return the component called `name`; "auto" takes the only one that a plugin offers.
+        """Return a slot's component by its name. With "auto", return the only one that an installed plugin offers.
 
         Raises:
             ComponentError: there is no such component, there are several or none for "auto", or it cannot work here.
@@ -262,7 +274,8 @@ class Registry:
 
 
 def _none(slot: Slot) -> str:
-    """Return the text for a slot that no plugin fills: which distributions of this project bring components for it."""
+    """Return a text for an error where no plugin offers anything for a slot: which distributions of this project
+    would."""
     brings: dict[str, list[str]] = {}
     for name, distribution in BRINGS[slot].items():
         brings.setdefault(distribution, []).append(repr(name))

@@ -1,4 +1,5 @@
-"""The choice of a component for each slot, and the reason for it: a pure function of the settings and the registry."""
+"""The choice of a run's components, one for each slot (engine, weight sync, rollout and so on), with the reason for it.
+It depends only on the settings and on what plugins offer."""
 
 from __future__ import annotations
 
@@ -12,16 +13,17 @@ from ..errors import ComponentError, ConfigError
 from .registry import Component, Registry, Slot
 
 STOCK = "transformers"
-"""The engine name that leaves generation to TRL."""
+"""The engine name with which TRL's own code generates."""
 
 SINGLE = "single_turn"
-"""The default rollout, where none converses with the trainer's tools."""
+"""The rollout component that is used by default: one completion per prompt. Runs with tools use one that runs
+conversations, if there is one."""
 
 PLAYED = "rollout_func"
-"""The reason given for a rollout that was chosen because the trainer's `rollout_func` plays on it."""
+"""The reason that is shown for a rollout component that was chosen because the trainer's `rollout_func` needs it."""
 
 PADDED = "padded"
-"""The scoring that leaves log-probs to TRL."""
+"""The scoring component that is used by default: TRL computes log-probs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +33,7 @@ class TrainerArguments:
     Attributes:
         use_vllm, vllm_mode: as the user set them in TRL.
         tools: whether the trainer was given tools or environments.
-        rollout: the rollout that its `rollout_func` plays on, where the function names one.
+        rollout: name of the rollout component that the trainer's `rollout_func` needs; None where it names none.
         engine_options: TRL's `vllm_*` arguments under the names of the engine's options; values in HybridConfig take
             precedence.
     """
@@ -57,9 +59,18 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The components of one run. `engine` is None where TRL generates. `weights` is None where `paths` are to be tried
-    in order. `tools` says whether the trainer has tools. `environment` is None where none was named. `algorithms` are
-    in the order in which they act."""
+    """The components that were chosen for one run.
+
+    Attributes:
+        engine: None where TRL's own code generates.
+        weights: the weight sync; None where the first of `paths` that works is used.
+        rollout, scoring: the rollout and the scoring.
+        paths: with `weights="auto"`, the weight syncs to try, in order.
+        tools: whether the trainer has tools or environments.
+        stock_reason: why TRL's own code generates, where it does.
+        environment: None where the user named none.
+        algorithms: in the order in which they act.
+    """
 
     engine: Choice | None
     weights: Choice | None
@@ -73,12 +84,12 @@ class Selection:
 
     @property
     def stock(self) -> bool:
-        """True where TRL generates."""
+        """True where TRL's own code generates, without an engine of this package."""
         return self.engine is None
 
     @property
     def weight_paths(self) -> Sequence[Choice]:
-        """The weight syncs that this run may use, in order."""
+        """The weight syncs that this run may use, in the order in which they are tried."""
         return self.paths if self.weights is None else [self.weights]
 
 
@@ -129,7 +140,14 @@ def select(config: HybridConfig, arguments: TrainerArguments, registry: Registry
 
 
 def _paths(registry: Registry, options: Mapping[str, Any]) -> list[Choice]:
-    """Return the weight syncs that `auto` tries, in order, each with those of the options that it knows."""
+    """Return the weight syncs that `auto` tries, in order.
+
+    Args:
+        options: `HybridConfig.weights_options`; each weight sync gets those that it knows.
+
+    Raises:
+        ConfigError: no weight sync knows one of the options.
+    """
     owners = {c: c.options or NoOptions for c in registry.components("weights") if not c.by_name}
     known = {c: {f.name for f in dataclasses.fields(owner)} for c, owner in owners.items()}
     check_keys(options, sorted(set().union(*known.values())), "HybridConfig.weights_options")
@@ -138,8 +156,13 @@ def _paths(registry: Registry, options: Mapping[str, Any]) -> list[Choice]:
 
 
 def _rollout(config: HybridConfig, arguments: TrainerArguments, registry: Registry, streams: bool) -> Choice:
-    """Choose the rollout: the one that is set; else one that converses, if the trainer has tools, such a rollout is
-    installed and the engine can serve it; else `single_turn`."""
+    """Choose the rollout component: the one that is set, or that the trainer's `rollout_func` needs. Else, if the
+    trainer has tools, one that runs conversations, if one is installed and the engine takes single requests; else
+    `single_turn`.
+
+    Args:
+        streams: whether the engine takes requests one at a time.
+    """
     offered = registry.components("rollout")
     conversing = [c for c in offered if c.converses and not c.by_name and c.out_of_place() is None]
     served = [c for c in conversing if streams or "streams" not in c.needs]
@@ -197,7 +220,7 @@ def choose_algorithms(config: HybridConfig, registry: Registry) -> list[Choice]:
 
 
 def _scoring(config: HybridConfig, registry: Registry) -> Choice:
-    """Choose the scoring: the one that is set, with any engine; else TRL's own."""
+    """Choose the scoring component, which computes log-probs: the one that the user set, else TRL's own."""
     why = "default" if config.scoring is None else "HybridConfig.scoring"
     return _choice(registry, "scoring", config.scoring or PADDED, config.options("scoring"), why)
 
@@ -210,8 +233,18 @@ def _choice(
     why: str,
     defaults: Mapping[str, Any] | None = None,
 ) -> Choice:
-    """Return a component with the user's options, all of which it must know; defaults that it does not know are left
-    out."""
+    """Return a slot's component with its validated options, as a `Choice`.
+
+    Args:
+        slot: the kind of component, such as "engine".
+        name: the component's name.
+        options: the user's options, all of which the component must know.
+        why: the reason for the choice, which is shown in the run's header.
+        defaults: options with lower priority; those that the component does not know are left out.
+
+    Raises:
+        ConfigError, ComponentError: as for `select`.
+    """
     component = registry.choose(slot, name)
     owner = component.options or NoOptions
     known = {f.name for f in dataclasses.fields(owner)}
@@ -223,11 +256,15 @@ READ_ANYWAY = {
     *("engine", "scoring", "scoring_options", "environment", "environment_options", "algorithm", "algorithm_options"),
     *("record", "replay", "rollout_only", "plugin_options", "disable_plugins"),
 }
-"""Settings that have an effect where TRL generates."""
+"""Settings of HybridConfig that have an effect even where TRL's own code generates."""
 
 
 def _refuse_leftovers(config: HybridConfig) -> None:
-    """Refuse settings that have no effect where TRL generates, instead of ignoring them silently."""
+    """Refuse settings that have no effect where TRL's own code generates, instead of ignoring them silently.
+
+    Raises:
+        ConfigError: names the setting.
+    """
     for field in dataclasses.fields(config):
         if field.name not in READ_ANYWAY and getattr(config, field.name) != field.default:
             raise ConfigError(

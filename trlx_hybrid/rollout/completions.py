@@ -1,5 +1,5 @@
-"""Checks that a rollout's output can be trained on: one completion per request, in order, with the log-probs asked
-for."""
+"""Checks that the output of an engine or a rollout can be trained on: one completion per request, in order, with the
+log-probs that were asked for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .conversation import Conversation
 
 
 def wrong_completions(sampled: Any, requests: Sequence[Request], sampling: Sampling) -> str | None:
-    """Return what is wrong with an engine's or a rollout's output, or None where it is right.
+    """Check the output of an engine or a rollout, and return what is wrong with it, or None.
 
     Args:
         sampled: the output.
@@ -19,7 +19,7 @@ def wrong_completions(sampled: Any, requests: Sequence[Request], sampling: Sampl
         sampling: says whether log-probs are required.
 
     Returns:
-        The end of a sentence that begins with "returned", and how to fix it.
+        The end of a message that begins with "… returned", with a sentence on how to fix it; None where all is right.
     """
     problem = _wrong_list(sampled, len(requests), Completion, "request")
     if problem is not None:
@@ -32,8 +32,12 @@ def wrong_completions(sampled: Any, requests: Sequence[Request], sampling: Sampl
 
 
 def wrong_conversations(returned: Any, dialogues: int) -> str | None:
-    """Return what is wrong with a rollout's conversations, one for each dialogue, or None where they are right; worded
-    as in `wrong_completions`."""
+    """Check a rollout's conversations, and return what is wrong with them, worded as in `wrong_completions`, or None.
+
+    Args:
+        returned: what the rollout returned.
+        dialogues: how many dialogues it was given, and so how many conversations are expected.
+    """
     problem = _wrong_list(returned, dialogues, Conversation, "dialogue")
     if problem is not None:
         return problem
@@ -46,7 +50,12 @@ def wrong_conversations(returned: Any, dialogues: int) -> str | None:
 
 
 def _wrong_list(found: Any, wanted: int, kind: type, given: str) -> str | None:
-    """Return how an object is no list with one item of a kind for each thing given, or None where it is."""
+    """Check that an object is a list of `wanted` items of the class `kind`. Return a message that says what it is
+    instead, or None where it is such a list.
+
+    Args:
+        given: what each item belongs to ("request", "dialogue"), for the message.
+    """
     others = [one for one in found if not isinstance(one, kind)] if isinstance(found, list) else []
     if isinstance(found, list) and not others and len(found) == wanted:
         return None
@@ -66,8 +75,8 @@ def _wrong_tokens(completion: Completion) -> str | None:
 
 
 def _wrong_log_probs(completion: Completion, sampling: Sampling) -> str | None:
-    """Return what is wrong with a completion's log-probs, or None. The loss corrects for the engine's sampling by them:
-    without them it would fail, and with others it would correct wrongly."""
+    """Return what is wrong with a completion's log-probs, or None. TRL's importance-sampling correction uses them, so
+    that the loss would fail without them, and be wrong with those of other tokens."""
     if sampling.logprobs is None:
         return None
     asked = "Sampling.logprobs asks for them: keep those of the engine's completions, one list for each token"
@@ -82,9 +91,8 @@ def _wrong_log_probs(completion: Completion, sampling: Sampling) -> str | None:
 
 
 def _wrong_order(sampled: Sequence[Completion], requests: Sequence[Request]) -> str | None:
-    """Return which completion is out of order, or None. This is known only where the engine says which row it sampled.
-    A rollout may make its own requests, with other rows, so only the same rows in another order are certainly a
-    mistake."""
+    """Return which completion is out of order, or None. This is known only where the engine sets `Completion.row`. A
+    rollout may make its own requests, with other rows, so only the same rows in another order are reported."""
     given, expected = [completion.row for completion in sampled], [request.row for request in requests]
     rows = [row for row in given if row is not None]
     if len(rows) < len(given) or rows == expected or sorted(rows) != sorted(expected):

@@ -1,7 +1,7 @@
-"""Conversations with tools: what the trainer gives a rollout for each, and what the rollout returns.
+"""Data types for conversations with tools: what the trainer gives a rollout for each row, and what the rollout returns.
 
-The trainer knows chat templates, tools and limits; the rollout schedules turns in time. These types are their
-interface.
+The trainer knows chat templates, tools and limits; the rollout decides when each turn is sampled and each tool is run.
+These types are the interface between them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Limits:
     """The limits at which a conversation ends, as in TRL.
 
     Attributes:
-        completion_tokens: largest number of sampled and observed tokens together; an observation that exceeds it is
-            dropped.
-        model_tokens: an observation must leave prompt and completion shorter than this.
+        completion_tokens: largest number of tokens after the prompt, sampled by the model or observed (tool results);
+            an observation that exceeds it is dropped.
+        model_tokens: the model's context length; after an observation, prompt and completion must be shorter than this.
         tool_turns: largest number of turns in which tools are run.
     """
 
@@ -38,7 +38,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialogue:
-    """A dialogue: one row of a batch, before its conversation.
+    """The input of one conversation: the prompt of one row of a batch, its tools, and functions that parse and render
+    turns.
 
     Attributes:
         prompt_ids: token ids of the rendered prompt.
@@ -48,13 +49,13 @@ class Dialogue:
         decode: takes the sampled ids of one turn; returns its text.
         observe: takes the tool messages of one turn; returns the ids between the end of that turn and the next one.
         sync_tools, async_tools: the tools that may be called, by name: functions, and coroutine functions.
-        run_tools: the synchronous tools of the whole run: of other rows' environments, too.
+        run_tools: the synchronous tools of all rows of the run by name, including those of other rows' environments.
         images: images of the prompt, or None.
         first: the completion of the first turn, where it is sampled already.
         event_loop: the loop that runs asynchronous tools: the trainer's, so that clients they share with its reward
             functions keep working. None where it has none.
         environment: the environment whose methods are among the tools, or None.
-        discard: to be called where a call of the environment never came back, so that no other row uses the
+        discard: a function to call if a call of the environment never returned, so that no other row uses the
             environment.
     """
 
@@ -74,11 +75,12 @@ class Dialogue:
 
 @dataclass(slots=True, kw_only=True)
 class Turn:
-    """The tokens of one turn: how many were sampled, and how many were observed after them.
+    """The token counts of one turn.
 
     Attributes:
-        sampled, observed: number of tokens.
-        prompt: number of tokens before the sampled ones.
+        prompt: number of tokens before the turn.
+        sampled: number of tokens that the model sampled.
+        observed: number of tokens that the model was shown after that (tool results).
     """
 
     prompt: int
@@ -88,17 +90,17 @@ class Turn:
 
 @dataclass(slots=True, kw_only=True)
 class Conversation:
-    """The result of a dialogue.
+    """The result of running a dialogue to its end: its tokens, messages and counts.
 
     Attributes:
         completion_ids: every token after the prompt.
         loss_mask: 1 where a token was sampled, 0 where it was observed; all 0 where the conversation failed.
         logprobs: log-prob of each token, 0.0 where it was observed; None where none were asked for.
-        support: the ids that each token was sampled from, as far as completions name them; None where none does.
+        support: the ids from which each token was sampled (`Completion.support`); None where no completion lists them.
         messages: messages after the prompt, of the model and its tools.
         images: images that tools returned, or that an environment showed after the prompt.
         turns: one entry per turn.
-        calls, failed_calls: number of tool calls, and of those for which the model was shown an error.
+        calls, failed_calls: number of tool calls, and number of those whose result was an error.
         mended_answers: number of tool answers from which lone surrogates were removed before the model saw them.
         unparsed: why the last turn is plain text: the exception of `Dialogue.parse`; None where the turn was parsed.
         failure: why the conversation broke off, or None.
@@ -129,7 +131,7 @@ class Conversation:
             self.logprobs = (self.logprobs or []) + [candidates[0] for candidates in completion.logprobs]
 
     def observed(self, token_ids: list[int]) -> None:
-        """Append tokens that the model was shown."""
+        """Append tokens that the model was shown and did not sample, such as tool results."""
         self._go_on(None, len(token_ids))
         self.completion_ids += token_ids
         self.loss_mask += [0] * len(token_ids)
@@ -137,7 +139,8 @@ class Conversation:
             self.logprobs += [0.0] * len(token_ids)
 
     def _go_on(self, support: Support | None, tokens: int) -> None:
-        """Append the support of `tokens` tokens; None where they have none."""
+        """Append the support of the next `tokens` tokens to `self.support`; None where they were not sampled, or their
+        support is not known."""
         known = self.support if support is None else support
         if known is None:
             return
@@ -147,8 +150,9 @@ class Conversation:
 
 
 RequestMaker = Callable[[int, int, list[int], list[Any] | None, int | None], Request]
-"""A function that makes the request of one turn. Arguments: the row's index on this rank and the turn, which determine
-the seed; the prompt's ids; its images; and the most tokens to sample, where that is less than the run's limit."""
+"""A function that makes the engine's request for one turn. Its arguments: the row's index on this rank; the number of
+the turn, which together with the row determines the seed; the ids of the prompt; its images; and the largest number of
+tokens to sample, where that is less than the run's limit."""
 
 
 def images_of(messages: Iterable[Message]) -> list[Any]:
@@ -167,7 +171,8 @@ def images_of(messages: Iterable[Message]) -> list[Any]:
 
 
 def opening(prompt: list[Message], observation: str | list[Message] | None) -> list[Message]:
-    """Return the prompt of an episode: the dataset's prompt, extended by what `reset` showed."""
+    """Return the first messages of an episode: the dataset's prompt, extended by what the environment's `reset`
+    returned. A text is added to the last message."""
     if observation is None:
         return prompt
     if isinstance(observation, list):

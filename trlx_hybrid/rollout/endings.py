@@ -1,4 +1,4 @@
-"""The endings of a rollout's completions: cut off at the length limit, or ended by themselves."""
+"""A record of which completions of a rollout were cut off at the length limit, and which ended by themselves."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 
 class Endings:
-    """The endings of all turns sampled in one rollout, looked up by their tokens.
+    """A record of how each turn sampled in a rollout ended (at the length limit, or by itself), looked up by the turn's
+    tokens.
 
-    TRL and users' own rollouts pass on tokens only, and request one row in several turns. A row consists of its last
-    turn's prompt and completion. So its ending is that of the turn with the same tokens.
+    TRL and users' own rollouts pass on tokens only, and may sample one row of a batch in several turns. A row's tokens
+    are the prompt and the completion of its last turn, so the row ended as the turn with the same tokens did.
     """
 
     def __init__(self) -> None:
@@ -23,7 +24,7 @@ class Endings:
         """Record how a turn ended; a `finish_reason` of None records nothing.
 
         Args:
-            prompt_ids: all tokens before the turn, or before any part of the row that ends with it.
+            prompt_ids: all tokens before the turn, or before any part of the row that ends with the turn.
             completion_ids: the tokens after `prompt_ids`.
             finish_reason: the engine's reason, see `Completion`.
         """
@@ -31,5 +32,6 @@ class Endings:
             self._truncated[hash((*prompt_ids, *completion_ids))] = finish_reason == "length"
 
     def truncated(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> bool | None:
-        """Return whether a row was cut at its limit; None where no ending was recorded for these tokens."""
+        """Return whether a row with these tokens was cut off at its length limit; None where no turn with them was
+        recorded."""
         return self._truncated.get(hash((*prompt_ids, *completion_ids)))

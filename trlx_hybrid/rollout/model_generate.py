@@ -1,4 +1,4 @@
-"""A replacement of `model.generate` while the engine is awake: called like transformers' own, answered by the engine.
+"""A replacement of `model.generate` during rollouts: called like transformers' own, but the engine samples.
 
 Source: transformers 5.17, `GenerationMixin.generate`.
 """
@@ -34,11 +34,11 @@ INDIFFERENT = {"bos_token_id", "decoder_start_token_id", "transformers_version",
 
 @contextmanager
 def served_generate(session: Session, model: nn.Module) -> Iterator[None]:
-    """Replace `model.generate` by the engine's inside the context, also on the module inside DDP or a compiler's
-    wrapper.
+    """Replace `model.generate` inside the context by a function that samples with the engine. The module inside DDP or
+    a compiler's wrapper gets it, too.
 
-    An attribute of these objects hides their class's method and is removed on exit. Other models of the class, and
-    these ones before and after a rollout, generate as always.
+    The function is set as an attribute of these objects, which hides the method of their class, and is removed on exit.
+    Other models of the same class are not affected.
     """
     holders = {id(module): vars(module) for module in (model, session.policy.module)}.values()
     before = [dict(holder) for holder in holders]
@@ -57,8 +57,8 @@ def generate(session: Session, inputs: Tensor | None = None, generation_config: 
     """Generate as transformers' `generate` does, with completions sampled by the engine.
 
     The arguments, `generation_config` and the model's own config set the sampling, in this order of precedence. Where
-    none of them does, it is greedy, as in transformers. `HybridEngine(sampling=...)` is for `engine.generate`. Draws
-    depend on the run's seed, not on torch's generators.
+    none of them sets `do_sample`, it is greedy, as in transformers. `HybridEngine(sampling=...)` is for
+    `engine.generate`. Draws depend on the run's seed, not on torch's generators.
 
     Args:
         inputs: (B, P) int64, may be passed as `input_ids`; prompts padded on the left.
@@ -67,11 +67,11 @@ def generate(session: Session, inputs: Tensor | None = None, generation_config: 
 
     Returns:
         (B * num_return_sequences, P + T) int64, on the device of the prompts: each prompt as it was given, its
-        completion with the stop token, and `pad_token_id` up to T, the length of the longest.
+        completion with the stop token, and `pad_token_id` up to T, the length of the longest completion.
 
     Raises:
         ConfigError: a setting is not supported by the engine.
-        EngineError: prompt and completion may be longer than the context.
+        EngineError: a prompt and the completion that is allowed would be longer than the engine's context.
     """
     import torch
 
@@ -120,8 +120,13 @@ def generate(session: Session, inputs: Tensor | None = None, generation_config: 
 
 
 def _resolved(own: Any, given: Any, settings: Mapping[str, Any]) -> Any:
-    """Return the call's GenerationConfig, in transformers' order of precedence: arguments, the given config, the
-    model's own, defaults.
+    """Return the GenerationConfig of a call, merged in transformers' order of precedence: the call's settings, the
+    given config, the model's own config, defaults.
+
+    Args:
+        own: the model's GenerationConfig.
+        given: the GenerationConfig that was passed, or None.
+        settings: the keyword arguments of the call.
 
     Raises:
         ConfigError: a setting that the engine does not follow has another value than transformers' default.

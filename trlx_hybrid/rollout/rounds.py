@@ -13,7 +13,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A group of the batch: where it was sampled, and whether it is trained on or only fills the batch up."""
+    """The place of one group (the completions of one prompt) of a batch.
+
+    Attributes:
+        round, group: the round in which it was sampled, and its index among the groups of that round.
+        kept: whether it is trained on; else it only fills the batch up.
+    """
 
     round: int
     group: int
@@ -21,18 +26,18 @@ class Place:
 
 
 def rows_per_rank(groups: int, size: int, world: int) -> int:
-    """Return the smallest number of rows on each of `world` ranks that holds `groups` groups of `size` rows, and whole
-    groups only."""
+    """Return how many rows each of `world` ranks must sample, so that together they have at least `groups` groups of
+    `size` rows, and no partial group."""
     step = size // math.gcd(size, world)
     return step * -(-groups * size // (step * world))
 
 
 def batch_of(rounds: Sequence[Sequence[bool]], needed: int) -> list[Place]:
-    """Return the batch's groups: the kept ones, in the order of their sampling, then others if the kept ones are too
-    few.
+    """Choose `needed` groups for a batch: first the kept ones, in the order of their sampling, then others if the kept
+    ones are too few.
 
     Args:
-        rounds: for each round, which of its groups are kept; it has at least `needed` groups in all.
+        rounds: for each round, whether each of its groups is kept; at least `needed` groups in all.
     """
     places = [Place(r, g, kept) for r, groups in enumerate(rounds) for g, kept in enumerate(groups)]
     return sorted(places, key=lambda place: not place.kept)[:needed]

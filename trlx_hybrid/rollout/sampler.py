@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Sampler:
-    """Samples the rollouts of one run.
+    """Makes the requests of one run's rollouts, with their seeds, and has them sampled.
 
     Args:
         ranks: the ranks of the run.
@@ -47,18 +47,25 @@ class Sampler:
         self._drawn: Counter[str] = Counter()  # rows sampled with this weight version, per stream
 
     def begin(self, stream: str, version: int) -> None:
-        """Begin a batch of a weight version; `stream` is "train" or "eval", which share no draws."""
+        """Begin a batch.
+
+        Args:
+            stream: "train" or "eval", which get different seeds.
+            version: the weight version that samples.
+        """
         self._stream, self._tracker, self._conversing = stream, None, 0
         if version != self._version:
             self._version = version
             self._drawn.clear()
 
     def forget(self) -> None:
-        """Restart the row count: a checkpoint was loaded, so rows of its weight version count from the first again."""
+        """Restart the row count of the current weight version from 0, because a checkpoint was loaded. Row numbers
+        determine seeds."""
         self._version = -1
 
     def end(self) -> None:
-        """End the batch: the next one of this weight version continues the row count. Collective."""
+        """End the batch, and add its rows to the row count, which the next batch of this weight version continues.
+        Collective."""
         rows = len(self._tracker) if self._tracker is not None else self._conversing
         self._drawn[self._stream] += self._ranks.sum(rows)
         self._tracker = None
@@ -73,10 +80,11 @@ class Sampler:
         timer: AbstractContextManager[Any] | None = None,
         sampling: Sampling | None = None,
     ) -> list[Completion]:
-        """Return one completion per prompt of this rank, in order.
+        """Sample one completion per prompt of this rank, and return them in order.
 
         Args:
-            run: the rollout's `run`.
+            run: the rollout's `run`, without its first argument.
+            images: images of each prompt, or None.
             prompts: token ids; the copies of one prompt's group follow each other, as TRL lays them out.
             num_generations: size of a group.
             timer: entered around the engine's work (TRL's profiler).
@@ -114,7 +122,7 @@ class Sampler:
         """Return the experts that the tokens of each completion were routed to, see `Completion.experts`.
 
         Raises:
-            ComponentError: a rollout has left out the experts.
+            ComponentError: a completion has no experts, because a rollout has not passed them on.
         """
         found = [completion.experts for completion in completions]
         if any(experts is None for experts in found):
@@ -125,8 +133,8 @@ class Sampler:
         return [experts for experts in found if experts is not None]
 
     def converse(self, engine: Engine, prompts: Sequence[list[int]], num_generations: int) -> RequestMaker:
-        """Return a function that makes the requests of conversations which start with these prompts: the same requests
-        as `sample` makes.
+        """Return a function that makes the requests for the turns of conversations that start with these prompts. Rows
+        and seeds are the same as in `sample`.
 
         Raises:
             EngineError: a prompt leaves no room for a completion.
@@ -150,7 +158,8 @@ class Sampler:
         return request
 
     def _first_row(self, rows: int) -> int:
-        """Return the global row of this rank's first prompt; every rank has equally many rows."""
+        """Return the number of this rank's first row in the batch of all ranks, each of which has `rows` rows; rows of
+        earlier batches of the same weight version count."""
         return self._drawn[self._stream] + self._ranks.rank * rows
 
     def _seed(self, row: int, turn: int) -> int:

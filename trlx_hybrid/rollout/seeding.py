@@ -1,5 +1,5 @@
-"""Seeds of requests: every request has its own, so that sampling has no state; the trainer's generators are never
-touched."""
+"""Seeds of requests: every request gets its own, so that sampling needs no generator state, and the trainer's random
+generators are never used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 
 def request_seed(run_seed: int, stream: str, weight_version: int, row: int, generation: int, turn: int) -> int:
-    """Return the seed of one request: a hash of what identifies it, so that it depends on nothing else.
+    """Return the seed of one request, a hash of the arguments, which identify the request.
 
     It does not depend on which rank asks, in which order, how many processes there are, and who else drew random
     numbers. So the ranks of one replica agree, runs repeat on another number of processes, and resumes are exact,
@@ -53,13 +53,14 @@ def preserved_generators() -> Iterator[None]:
 
 
 class RowTracker:
-    """Assigns rows and turns to the prompts of one rollout phase on this rank.
+    """Finds out for each prompt of a rollout phase on this rank which row of the batch it belongs to, and which turn of
+    that row it is.
 
-    The first call holds every row of this rank. TRL's tool loop then calls again with the rows that go on. Each prompt
-    then is what was sampled so far plus the tool's answer, and is recognised by its prefix.
+    The first call of `place` has every row of this rank. TRL's tool loop then samples again for the rows that called
+    tools. Each prompt then is the row's earlier tokens plus the tool's answer, and is recognised by this prefix.
 
     Args:
-        first_row: global row of this rank's first prompt.
+        first_row: number of this rank's first row in the batch of all ranks.
     """
 
     def __init__(self, first_row: int) -> None:
@@ -93,7 +94,11 @@ class RowTracker:
     def extend(
         self, places: Sequence[tuple[int, int]], prompts: Sequence[list[int]], completions: Sequence[list[int]]
     ) -> None:
-        """Record what was sampled, for the next turn."""
+        """Record the completions of the last `place`, whose rows the next turn continues.
+
+        Args:
+            places: what `place` returned for `prompts`.
+        """
         for (row, _), prompt, completion in zip(places, prompts, completions, strict=True):
             index = row - self._first_row
             if index < len(self._sequences):

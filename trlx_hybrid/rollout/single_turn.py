@@ -15,7 +15,8 @@ class SingleTurn(Rollout):
     tells = True
 
     def run(self, session: Run, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """Return one completion per request, in order."""
+        """Sample one completion per request, and return them in the order of the requests. Calls
+        `session.on_completion`, if it is set, as soon as each is finished."""
         engine, tell = session.live_engine, session.on_completion
         if tell is None:
             return engine.generate(requests, sampling)

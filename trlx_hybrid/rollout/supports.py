@@ -1,4 +1,5 @@
-"""The supports of a rollout's rows, assembled from the supports of the turns that they were sampled in."""
+"""The supports of a rollout's rows (for each token, the ids it was sampled from), assembled from those of their
+turns."""
 
 from __future__ import annotations
 
@@ -9,15 +10,16 @@ from ..errors import ComponentError
 from ..support import Support
 
 Turn = tuple[list[int], Support]
-"""The token ids that were sampled after a context, and their support."""
+"""The token ids that were sampled in one turn, and their support."""
 
 
 class Supports:
-    """The supports of all turns sampled in one rollout, looked up by their tokens.
+    """A record of the supports of all turns sampled in one rollout (for each token, the ids from which the engine
+    sampled it), looked up by the turns' tokens.
 
-    TRL and users' own rollouts pass on tokens only, request a row in several turns, and may cut the last one. So a
-    row's support is assembled from its turns: for each, from a completion that was sampled after the same tokens and
-    begins with the same ones.
+    TRL and users' own rollouts pass on tokens only, may sample a row of a batch in several turns, and may cut the last
+    turn. So the support of a row is assembled turn by turn, each time from a recorded completion that followed the same
+    tokens and begins with the same ones.
     """
 
     def __init__(self) -> None:
@@ -28,7 +30,7 @@ class Supports:
         self._turns.clear()
 
     def add(self, prompt_ids: Sequence[int], completion_ids: Sequence[int], support: Support | None) -> None:
-        """Record the support of a turn, or of a whole conversation; None records nothing.
+        """Record the support of a turn, or of a whole conversation; a support of None records nothing.
 
         Args:
             prompt_ids: all tokens before the turn.
@@ -46,7 +48,7 @@ class Supports:
     def of_row(
         self, prompt_ids: Sequence[int], completion_ids: Sequence[int], mask: Sequence[int] | None
     ) -> Support | None:
-        """Return the support of a row, or None where the support of a sampled token is not known.
+        """Return the support of a row's completion, or None where the support of a sampled token is not known.
 
         Args:
             mask: 0 for the tokens that were not sampled, or are not trained on; None where all were.
@@ -71,9 +73,13 @@ class Supports:
         return sum(whole[1:], whole[0])
 
     def _take(self, context: tuple[int, ...], tokens: Sequence[int]) -> Support | None:
-        """Return the support of as many of the tokens as were sampled in one turn after the context. Turns with the
-        same tokens have equal supports except for rounding; rows with equal tokens get different ones as long as there
-        are enough."""
+        """Return the support of the first of some tokens: of as many as were sampled in one turn after the context.
+        None where no such turn was recorded. Of several turns with the same tokens, each call returns the next: their
+        supports may differ by rounding.
+
+        Args:
+            context: all tokens before them.
+        """
         turns, tokens = self._turns.get(hash(context), []), list(tokens)
         found = next((n for n, (sampled, _) in enumerate(turns) if sampled == tokens), None)
         if found is None:  # the row goes on after this turn, or was cut

@@ -1,4 +1,4 @@
-"""A private copy of a tokenizer, whose state no other code can change."""
+"""Private copies of tokenizers, whose truncation and padding no other code can change."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 _backends: WeakKeyDictionary[Any, tuple[Any, int, Any]] = WeakKeyDictionary()
-"""Private backends by tokenizer: the shared backend, how many tokens it had, and our copy of it."""
+"""The private copies, by tokenizer: the tokenizer's own backend, how many tokens it had when it was copied, and the
+copy."""
 
 
 def own_tokenizer(shared: Any) -> Any:
-    """Return the tokenizer, or the processor around it, with a private backend; for callers that neither truncate nor
-    pad.
+    """Return a shallow copy of a tokenizer, or of a processor with its tokenizer, that has its own backend of the
+    `tokenizers` library, for callers that neither truncate nor pad.
 
-    Truncation and padding are state of the `tokenizers` library's backend, which each call of a fast tokenizer sets for
-    itself. A tool that truncates with the trainer's tokenizer, in a thread, would cut what is being encoded here.
+    Truncation and padding are state of the backend, which each call of a fast tokenizer sets anew. A tool that
+    truncates with the trainer's tokenizer, in another thread, would cut what the caller encodes.
 
-    The backend is copied again only when a token is added; all else is the shared tokenizer's current state. A
-    tokenizer without such a backend is returned as it is.
+    The backend is copied again only when a token is added; everything else is the shared tokenizer's current state. A
+    tokenizer without such a backend is returned itself.
     """
     inner = getattr(shared, "tokenizer", shared)
     backend = getattr(inner, "_tokenizer", None)

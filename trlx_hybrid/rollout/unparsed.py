@@ -1,7 +1,8 @@
-"""Unparsed turns: turns at which the parser raises are plain text and counted, unless it raises at all of them.
+"""Handling of model turns that the tokenizer's parser of tool calls cannot parse: they count as plain text, unless the
+parser fails for all of them.
 
-A model may write what makes a parser raise: 1,000 brackets are a RecursionError of Python's JSON. TRL 1.16 reads a turn
-as plain text where `parse_response` raises a ValueError or a TypeError, and ends the run at all else.
+A model may write text that makes a parser raise: 1,000 brackets are a RecursionError of Python's JSON. TRL 1.16 takes a
+turn as plain text where `parse_response` raises a ValueError or a TypeError; any other exception ends the run.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from ..errors import ConfigError
 logger = logging.getLogger(__name__)
 
 UNPARSED = "hybrid/turns/unparsed"
-"""The metric: number of unparsed turns of a batch, per rank."""
+"""Name of the metric: number of unparsed turns of a batch, per rank."""
 
 FEWEST = 2
-"""Number of consecutive unparsed rows from which on the parser counts as broken: one row alone may be the model's
-doing."""
+"""Number of consecutive unparsed rows from which on the parser counts as broken; a single one may be the model's
+fault."""
 
 
 class UnparsedTurns:
-    """Counts the rows of a run whose turn the parser could not parse."""
+    """Counts the rows whose turns the parser could not parse, and stops a run whose parser seems broken."""
 
     def __init__(self) -> None:
         self._in_succession, self._warned = 0, False
 
     def ended(self, reasons: Sequence[str | None]) -> int:
-        """Return how many rows of a batch were not parsed.
+        """Record the end of a batch, and return how many of its rows were not parsed.
 
         Args:
             reasons: the parser's exception for each row, None where the row was parsed.
@@ -61,12 +62,12 @@ class UnparsedTurns:
 
 
 class ParsingTokenizer:
-    """A tokenizer for TRL's `parse_response`, which treats turns as plain text where the wrapped tokenizer's parser
-    raises.
+    """A wrapper of a tokenizer for TRL's `parse_response`: an exception of the tokenizer's parser becomes a ValueError,
+    at which TRL takes the turn as plain text.
 
     Attributes:
         tokenizer: the wrapped tokenizer, which serves everything else.
-        reasons: for each call of the parser its exception, or None.
+        reasons: for each call of the parser the exception that TRL would not have handled, as text, or None.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -84,10 +85,10 @@ class ParsingTokenizer:
         return len(self.tokenizer)
 
     def parse_response(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the message that the wrapped tokenizer parses.
+        """Parse sampled tokens with the wrapped tokenizer's `parse_response`, and return the message.
 
         Raises:
-            ValueError: the parser raised any exception but a TypeError, which passes through.
+            ValueError: the parser raised any exception but a TypeError, which passes unchanged.
         """
         parse: Callable[..., Any] = self.tokenizer.parse_response
         try:

@@ -1,5 +1,5 @@
-"""The translation of TRL's arguments into this package's, and the checks of them that TRL skips where the engine is
-ours."""
+"""The translation of TRL's arguments into this package's, and the checks of them that TRL itself skips where this
+package's engine generates."""
 
 from __future__ import annotations
 
@@ -21,8 +21,18 @@ VESPO_MODES = ("token_truncate", "token_mask")
 
 
 def trainer_arguments(args: Any, tools: Any = None, rollout_func: Any = None) -> TrainerArguments:
-    """Return TRL's `vllm_*` arguments under the names of the engine's options. Arguments that are None are left out, so
-    that the engine's defaults apply. All are left out where `args` is None or belongs to a loop that has no trainer."""
+    """Return the part of TRL's arguments from which this package's components are chosen, with TRL's `vllm_*` arguments
+    under the names of the engine's options.
+
+    Engine options that are None are left out, so that the engine's defaults apply. All are left out where `args` is
+    None or has no `vllm_*` arguments.
+
+    Args:
+        args: TRL's config.
+        tools: the trainer's tools or environment factory, if any.
+        rollout_func: the trainer's `rollout_func`; its attribute `rollout`, if it has one, names the rollout component
+            that it needs.
+    """
     rollout = getattr(rollout_func, "rollout", None)
     if not hasattr(args, "vllm_mode"):
         return TrainerArguments(engine_options={}, tools=bool(tools), rollout=rollout)
@@ -44,14 +54,16 @@ def trainer_arguments(args: Any, tools: Any = None, rollout_func: Any = None) ->
 
 
 def environment_arguments(choice: Choice, given: Mapping[str, Any], trainer: type[Any]) -> dict[str, Any]:
-    """Return the arguments that an environment adds to those of TRL's trainer, by name.
+    """Return the trainer arguments that an environment component supplies, by name: those that the user did not pass.
 
     Args:
-        given: the user's arguments, whose rewards and datasets have priority.
+        choice: the environment component and its options.
+        given: the user's arguments of TRL's trainer, by name.
+        trainer: TRL's trainer class.
 
     Raises:
-        ConfigError: the user also passes something that answers the model, or this trainer does not take what the
-            environment adds.
+        ConfigError: the user also passes `rollout_func` or `environment_factory`, or this trainer does not take what
+            the environment supplies.
     """
     name = choice.component.name
     for argument in ("rollout_func", "environment_factory"):
@@ -78,7 +90,8 @@ def environment_arguments(choice: Choice, given: Mapping[str, Any], trainer: typ
 
 @functools.cache
 def selecting(base: type[Any]) -> type[Any]:
-    """Return a subclass of `base`, a trainer of TRL's, that chooses components from the arguments it is given.
+    """Return a subclass of `base`, a trainer of TRL's, whose `__init__` calls `_select` with the arguments before TRL's
+    own `__init__`.
 
     It comes right before `base` in the method resolution order, behind a user's subclasses. So whatever arguments those
     take and pass on, by position, as `*args, **kwargs` or computed, arrive here as TRL is going to read them.
@@ -97,7 +110,12 @@ def selecting(base: type[Any]) -> type[Any]:
 
 
 def _refuse_unknown(trainer: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuse an argument that the trainer does not take; a setting of HybridConfig belongs elsewhere.
+    """Refuse an argument that the trainer's `__init__` does not take, for example a setting of HybridConfig.
+
+    Args:
+        trainer: name of the trainer's class.
+        given: the keyword arguments, by name.
+        known: names of the arguments that the trainer takes.
 
     Raises:
         ConfigError: names the argument, and where it belongs.
@@ -203,7 +221,11 @@ def score_as_sampled(args: Any) -> None:
 
 
 def refuse_penalties(sampling: Sampling, args: Any) -> None:
-    """Refuse sampling from a distribution that the trainer cannot score, where TRL corrects for the sampler.
+    """Refuse sampling settings, such as penalties, that change the sampling probabilities in a way that the trainer
+    does not compute, where TRL corrects for the sampler.
+
+    Args:
+        args: TRL's config.
 
     Raises:
         ConfigError: the setting makes each token's ratio differ from 1, so that the product of the ratios falls toward
@@ -225,14 +247,22 @@ def refuse_empty(dataset: Any) -> None:
 
 
 def refuse_reserved(generation_kwargs: dict[str, Any] | None) -> None:
-    """Refuse generation settings that the trainer sets for each request: it reads one completion, and one log-prob per
-    token, that of the sampled token."""
+    """Refuse `generation_kwargs` with `n` or `logprobs`, which the trainer sets by itself: it reads one completion per
+    request, and one log-prob per token.
+
+    Raises:
+        ConfigError: names the setting.
+    """
     for name in {"n", "logprobs"} & (generation_kwargs or {}).keys():
         raise ConfigError(f"generation_kwargs has {name!r}, which the trainer decides by itself. Leave it out.")
 
 
 def check_skipped(args: Any) -> None:
-    """Run those checks of TRL's `__init__` that it skips because `use_vllm` is False there."""
+    """Run those checks of TRL's `__init__` that it skips because `use_vllm` is False there.
+
+    Raises:
+        ConfigError: VESPO loss with a mode of importance sampling that it does not support.
+    """
     mode = getattr(args, "vllm_importance_sampling_mode", None)
     corrects = getattr(args, "loss_type", None) == "vespo" and args.vllm_importance_sampling_correction
     if corrects and mode not in VESPO_MODES:

@@ -1,4 +1,5 @@
-"""Calls of the run's scoring component that name it in errors and check what it returns.
+"""Calls of the run's scoring component, which computes log-probs. They check what it returns, and errors name the
+component.
 
 TRL's own scoring is called directly: its errors come from the model and from TRL, and already name their source.
 """
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def scored(session: Session, rows: Rows, entropies: bool) -> Scores:
-    """Score rows with the run's scoring. Collective.
+    """Compute the log-probs and entropies of rows with the run's scoring component. Collective.
 
     Args:
         entropies: whether entropies are needed.
@@ -50,14 +51,16 @@ def scored(session: Session, rows: Rows, entropies: bool) -> Scores:
 def grouped(
     session: Session, micro_batches: Sequence[dict[str, Any]], prompts: Tensor, tokens: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Return the rows of `micro_batches`, regrouped into the micro-batches that the scoring chooses.
+    """Return the rows of a rollout's micro-batches, regrouped into other micro-batches as the scoring component
+    chooses.
 
     Args:
-        prompts, tokens: as `Scoring.micro_batches` takes them.
+        micro_batches: the micro-batches that TRL drew.
+        prompts: (rows, P) ids of all rows' prompts, -1 where padded.
+        tokens: number of tokens of each row.
 
     Raises:
-        ComponentError: a plugin's scoring failed, or did not put each row into exactly one of the equally large
-            groups.
+        ComponentError: a plugin's scoring failed, or did not put each row into exactly one of the equally large groups.
     """
     component = session.selection.scoring.component
     groups = asked(component, session.scoring, "micro_batches", prompts, tokens, len(micro_batches))
@@ -69,10 +72,10 @@ def grouped(
 
 
 def joined(session: Session, tokens: Sequence[int]) -> int:
-    """Return how many of the next micro-batches share one pass.
+    """Return how many of the next micro-batches are scored in one forward pass, as the scoring component chooses.
 
     Args:
-        tokens: as `Scoring.joined` takes them.
+        tokens: number of tokens of each of the next micro-batches.
 
     Raises:
         ComponentError: a plugin's scoring failed, or returned something else than an integer of at least 1.

@@ -1,4 +1,5 @@
-"""Checkpoints of a hybrid trainer: it resumes from one, informs its session, and saves the session's state in each."""
+"""Saving of checkpoints and resuming from them: adds to transformers' own a manifest, the session's state, and the
+choice of the checkpoint after a restart."""
 
 from __future__ import annotations
 
@@ -44,10 +45,16 @@ class Checkpointing:
         return super().train(self._start_from(resume_from_checkpoint), *args, **kwargs)  # type: ignore[misc]
 
     def _start_from(self, given: str | bool | None) -> str | bool | None:
-        """Determine the run's identity, and return what TRL resumes from. Collective.
+        """Determine which run this is and where it begins, and return what TRL's `train` gets as
+        `resume_from_checkpoint`. Collective.
 
         Args:
-            given: the argument of `train`: a checkpoint, True for the newest, False for none, None for a restart's.
+            given: the argument of `train`: a checkpoint, True for the newest, False for none; None for the newest if a
+                launcher has started the run again, else for none.
+
+        Raises:
+            ConfigError: no checkpoint can be resumed from although `given` is True, or the one that is named is
+                damaged.
         """
         trainer: Any = self
         ranks, output_dir = self.session.ranks, Path(trainer.args.output_dir)
@@ -87,8 +94,8 @@ class Checkpointing:
             trainer.control.should_training_stop = True
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load the weights as transformers does, and repair what it does to several adapters: it loads only some, and
-        leaves one active."""
+        """Load the weights of a checkpoint as transformers does. Of a PEFT model, load all adapters and keep the active
+        ones active: transformers loads only some, and leaves one active."""
         from accelerate.utils import load_fsdp_model
 
         trainer: Any = self
@@ -100,8 +107,8 @@ class Checkpointing:
         self.session.weights_changed()
 
     def _load_best_model(self) -> None:
-        """Load the best model as transformers does, and all of its adapters: transformers finds no adapter except
-        "default", and loads one of several."""
+        """Load the best model at the end of training as transformers does. Of a PEFT model, load all adapters:
+        transformers finds only "default", and loads one of several."""
         from accelerate.utils import load_fsdp_model
 
         trainer: Any = self
@@ -113,8 +120,8 @@ class Checkpointing:
         self.session.weights_changed()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save as transformers does, which also saves FSDP's shards of the model here; these get all active
-        adapters."""
+        """Save optimizer and scheduler as transformers does. With FSDP this also saves the model's shards, which here
+        get all active adapters."""
         from accelerate.utils import save_fsdp_model
 
         trainer: Any = self
@@ -123,8 +130,14 @@ class Checkpointing:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
 
     def _all_adapters(self, move: Callable[..., object], model: Any, folder: str) -> Any:
-        """Return a context in which one active adapter is saved to FSDP's shards or loaded from them, and after which
-        `move` does the same for the others."""
+        """Return a context in which accelerate saves or loads one active adapter in FSDP's shards, and at whose end
+        `move` does the same for the others.
+
+        Args:
+            move: accelerate's `save_fsdp_model` or `load_fsdp_model`.
+            model: the PEFT model.
+            folder: the checkpoint.
+        """
         trainer: Any = self
         accelerator = trainer.accelerator
         plugin = accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
@@ -141,8 +154,8 @@ class Checkpointing:
             self.session.load_state(Path(checkpoint), trainer.state.global_step)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Save a checkpoint as TRL does, between the first and the last version of its manifest. Older checkpoints are
-        removed after the last version is written."""
+        """Save a checkpoint as TRL does. A first manifest is written before the checkpoint's files and a complete one
+        after them, so that an interrupted save can be recognised. Older checkpoints are removed only then."""
         from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
         trainer: Any = self
@@ -163,8 +176,8 @@ class Checkpointing:
             rotate_checkpoints(str(output_dir), args.save_total_limit, best_model_checkpoint=best, use_mtime=True)
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
-        """Save the model as transformers does, which also saves the arguments: with `save_total_limit` as the user gave
-        it."""
+        """Save the model as transformers does, and with it the training arguments, where `save_total_limit` has the
+        user's value: during a checkpoint's save it is set to None."""
         trainer: Any = self
         held_back = trainer.args.save_total_limit
         if self._open_save is not None:
@@ -176,7 +189,8 @@ class Checkpointing:
             trainer.args.save_total_limit = held_back
 
     def _held(self, meets: bool = False) -> AbstractContextManager[None]:
-        """Return a context for writing a part of a checkpoint, whose errors are held and raised when all ranks meet.
+        """Return a context for writing a part of a checkpoint. Errors inside are stored, and raised on all ranks once
+        all have written.
 
         Args:
             meets: whether ranks wait for each other within the write, so that an error must be raised at once.
@@ -203,13 +217,17 @@ class Checkpointing:
             super()._save_rng_state(output_dir)  # type: ignore[misc]
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Push a checkpoint as transformers does, after its manifest is written."""
+        """Push a checkpoint to the Hub as transformers does, after its manifest is completed."""
         self._end_save()
         super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
 
     def _begin_save(self, checkpoint: Path) -> None:
-        """Write the manifest's first version and the session's state. Collective: no rank writes before the folder is
-        clean."""
+        """Write a checkpoint's first manifest and the session's state. Collective: no rank writes before files left in
+        the folder are removed.
+
+        Args:
+            checkpoint: the checkpoint's folder.
+        """
         trainer: Any = self
         self._open_save, self._write_errors = checkpoint, WriteErrors()
         self._identity = identity = self._identity or self.session.ranks.broadcast(new_identity())
@@ -222,7 +240,8 @@ class Checkpointing:
         self._meet()
 
     def _meet(self) -> None:
-        """Wait for all ranks, and raise on all of them what one could not write. Collective."""
+        """Wait for all ranks, and raise on all of them if one could not write its part of the checkpoint.
+        Collective."""
         if self._open_save is not None:
             try:
                 self._write_errors.tell(self.session.ranks, self._open_save)
@@ -231,7 +250,8 @@ class Checkpointing:
                 raise
 
     def _end_save(self) -> None:
-        """Write the manifest's last version, after all ranks have written the files that it lists. Collective."""
+        """Write the checkpoint's complete manifest, after all ranks have written the files that it lists. Does nothing
+        if no save is under way. Collective."""
         trainer: Any = self
         if self._open_save is None or self._identity is None:
             return
@@ -263,15 +283,16 @@ class Checkpointing:
 
 
 def checkpoint_to_resume(output_dir: str | Path) -> str | None:
-    """Return what to pass to `trainer.train(resume_from_checkpoint=...)` of a trainer from outside this package.
+    """Return the checkpoint from which a restarted run continues, for scripts with a trainer from outside this package:
+    pass it to `trainer.train(resume_from_checkpoint=...)`.
 
-    None at a run's first start, and where nothing was saved yet or only an earlier run has saved. A trainer of this
-    package finds the same by itself when it is started again. Where torch has a process group this is collective: rank
-    0 alone reads the checkpoints, each of which may hold a file of every rank, and the others use its result.
+    It is None at a run's first start, and where nothing was saved yet or only an earlier run has saved. A trainer of
+    this package finds the same checkpoint by itself. Where torch has a process group this is collective: rank 0 alone
+    reads the checkpoints, each of which may hold a file of every rank, and the others use its result.
 
     Raises:
-        ConfigError: the folder's identity cannot be read, or this rank does not see the checkpoint that rank 0 has
-            found.
+        ConfigError: the file that says which run the folder belongs to cannot be read, or this rank does not see the
+            checkpoint that rank 0 has found.
     """
     if os.environ.get(RESUME_VARIABLE) != "1":
         return None

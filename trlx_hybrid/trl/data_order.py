@@ -44,7 +44,8 @@ ORDERING = (
 """Arguments of a trainer that decide which prompts a step gets."""
 
 SEEDS = ("seed", "data_seed")
-"""Arguments that the saved states of the sampler's generators override."""
+"""Arguments that may differ on resuming without another order of prompts, since the saved states of the sampler's
+generators are used instead."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,7 +55,7 @@ class Place:
     Attributes:
         epoch: number of the current epoch.
         first_step: optimizer steps done when the epoch began.
-        sized: whether the length of an epoch is known, so that transformers finds the position in it.
+        sized: whether the length of an epoch is known. If it is, transformers finds the position by itself.
         begin: (n,) uint8 states of the sampler's generators before the epoch.
         now: the generators' states when the checkpoint is written: before the next epoch, if this one is over.
         micro_batch: micro-batches that the run has trained on, TRL's `_step`.
@@ -73,7 +74,8 @@ class Place:
 
 
 class Ordered:
-    """A mixin between `Checkpointing` and TRL's trainer that saves the position in the data and restores it."""
+    """A mixin between `Checkpointing` and TRL's trainer that saves the position in the training data in each
+    checkpoint, and restores it on resuming."""
 
     session: Session
     _taken_up: tuple[Path, Place | None] | None = None  # the checkpoint at whose place the next epoch starts
@@ -83,8 +85,8 @@ class Ordered:
     def _init_training_state(
         self, max_steps: Any, steps_per_epoch: Any, epochs: Any, resume_from_checkpoint: Any, trial: Any
     ) -> tuple[int, int]:
-        """Return the epochs, and the micro-batches of the last epoch, to skip: transformers' numbers; for a stream, the
-        saved ones."""
+        """Return how many epochs, and how many micro-batches of the next epoch, a resumed run skips: as transformers
+        computes them, or for a stream, whose epochs have no known length, as they were saved."""
         trainer: Any = self
         skipped: tuple[int, int] = super()._init_training_state(  # type: ignore[misc]
             max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial
@@ -120,7 +122,15 @@ class Ordered:
         super()._save_checkpoint(model, trial)  # type: ignore[misc]
 
     def _save_place(self, folder: Path, epoch: int, first_step: int, begin: list[torch.Tensor]) -> None:
-        """Write the position in the data, and this rank's rows of a rollout that later steps train on."""
+        """Write the position in the data into a checkpoint, and this rank's micro-batches of the rollout if later steps
+        train on it.
+
+        Args:
+            folder: the checkpoint's folder.
+            epoch: number of the current epoch.
+            first_step: optimizer steps done when the epoch began.
+            begin: states of the sampler's generators before the epoch.
+        """
         trainer: Any = self
         loader = trainer.callback_handler.train_dataloader
         kept = bool(trainer._step % micro_batches_of_a_rollout(trainer)) and trainer._buffered_inputs is not None
@@ -147,12 +157,16 @@ class Ordered:
     # --- resuming ---------------------------------------------------------------------------------------------------
 
     def _take_up(self, checkpoint: Path, place: Place | None, epoch: int, loader: Any, skipped: int) -> None:
-        """Restore a position in the data. Collective.
+        """Restore a checkpoint's position in the data when its epoch continues. Collective.
 
         Args:
             place: the checkpoint's position; None where the checkpoint has none, as stock TRL's.
             epoch: number of the epoch that begins or continues.
+            loader: the training data loader.
             skipped: number of the epoch's micro-batches that are not read again.
+
+        Raises:
+            ConfigError: a rank's file with its part of the rollout is damaged.
         """
         trainer: Any = self
         differing = differences(place.settings, ordering_settings(trainer)) if place is not None else {}
@@ -187,8 +201,11 @@ class Ordered:
             )
 
     def _kept_rollout(self, checkpoint: Path) -> tuple[list[dict[str, Any]] | None, str | None]:
-        """Return this rank's micro-batches of the checkpoint's rollout, None where there are none; and what is wrong
-        with the file, None if nothing is."""
+        """Load this rank's micro-batches of the rollout that a checkpoint keeps.
+
+        Returns:
+            The micro-batches, None where the checkpoint has none; and what is wrong with the file, None if nothing is.
+        """
         file = checkpoint / ROLLOUT_FILE.format(rank=self.session.ranks.rank)
         try:
             return send_to_device(_read(file), self.session.policy.device), None
@@ -227,8 +244,8 @@ def sampler_generators(loader: Any) -> list[torch.Generator]:
 
 
 def pass_epochs(loader: Any, epochs: int) -> None:
-    """Draw and discard the orders of past epochs from TRL's sampler, if the checkpoint does not have the generator
-    states."""
+    """Draw and discard the orders of the first `epochs` epochs from TRL's sampler, so that its generator gets to where
+    it was. Used if the checkpoint does not have the generator's states."""
     sampler = next((part for part in _samplers(loader) if hasattr(part, "mini_repeat_count")), None)
     if sampler is not None:
         for _ in range(epochs):
@@ -236,7 +253,8 @@ def pass_epochs(loader: Any, epochs: int) -> None:
 
 
 def ordering_settings(trainer: Any) -> dict[str, Any]:
-    """Return what decides which prompts a step gets: arguments, the number of ranks, and facts of the dataset."""
+    """Return the settings that decide which prompts a step gets, by name: arguments, the number of ranks, and facts of
+    the dataset. A resumed run compares them with the saved ones."""
     settings = {name: getattr(trainer.args, name) for name in ORDERING if hasattr(trainer.args, name)}
     settings |= {"ranks": trainer.accelerator.num_processes}
     dataset = trainer.train_dataset
@@ -246,13 +264,23 @@ def ordering_settings(trainer: Any) -> dict[str, Any]:
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
-    """Return a text for each setting in which a checkpoint and a run differ, by the setting's name."""
+    """Return the settings that differ between a checkpoint and the run that resumes from it: for each name, a text with
+    both values.
+
+    Args:
+        then: the checkpoint's settings, see `ordering_settings`.
+        now: the run's.
+    """
     names = [name for name in dict.fromkeys([*then, *now]) if then.get(name) != now.get(name)]
     return {name: f"{name} is {now.get(name)!r:.60}, and was {then.get(name)!r:.60}" for name in names}
 
 
 def changed_text(checkpoint: Path, differing: dict[str, str]) -> str:
-    """Return a text on how changed settings affect the data of a resumed run."""
+    """Return a warning on how changed settings affect the data of a resumed run.
+
+    Args:
+        differing: the changed settings, see `differences`.
+    """
     text = f"This run resumes from {checkpoint} with other settings ({listed(list(differing.values()), 8)}), "
     if all(name in SEEDS for name in differing):
         return f"{text}and goes on in the checkpoint's order of prompts; its completions are drawn with the new seed."
@@ -260,7 +288,13 @@ def changed_text(checkpoint: Path, differing: dict[str, str]) -> str:
 
 
 def inexact_reasons(trainer: Any, foreign: str | None) -> Iterator[str]:
-    """Yield the reasons why a resumed run may not equal the uninterrupted one bit for bit."""
+    """Yield the reasons, as texts for a warning, why a run resumed from a checkpoint may not equal the uninterrupted
+    one bit for bit.
+
+    Args:
+        foreign: name and type of a value in the rollout that a checkpoint cannot keep, see `foreign_values`; None if
+            there is none.
+    """
     if foreign is not None:
         yield f"its rollout holds {foreign}, which a checkpoint cannot keep, and is sampled anew"
     if trainer.accelerator.device.type != "cpu":
@@ -270,7 +304,12 @@ def inexact_reasons(trainer: Any, foreign: str | None) -> Iterator[str]:
 
 
 def foreign_values(value: Any, name: str = "") -> Iterator[str]:
-    """Yield name and type of the values in nested containers that are neither tensors nor plain data."""
+    """Yield name and type, as text, of each value in nested containers that a checkpoint cannot keep: anything but
+    tensors and plain data.
+
+    Args:
+        name: name of `value`.
+    """
     if isinstance(value, dict):
         for key, part in value.items():
             yield from foreign_values(part, str(key))

@@ -27,7 +27,8 @@ NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 @contextmanager
 def begun_early(trainer: Any, parse_response: Callable[..., dict[str, Any]], prompts: Sequence[Any]) -> Iterator[None]:
-    """Tell reward functions that can begin early of each group that is sampled inside.
+    """Return a context for a rollout, in which reward functions that can begin early are told of each group as soon as
+    all of its rows are sampled.
 
     Args:
         parse_response: TRL's function of that name.
@@ -53,7 +54,11 @@ def begun_early(trainer: Any, parse_response: Callable[..., dict[str, Any]], pro
 
 
 def _impossible(trainer: Any, prompts: Sequence[Any]) -> str | None:
-    """Return the reason why no row is known before all rows are sampled, or None."""
+    """Return the reason why rewards cannot begin before all rows are sampled, as text; None where they can.
+
+    Args:
+        prompts: the prompts of the rollout that begins.
+    """
     selection, rollout = trainer.session.selection, trainer.session.rollout
     if selection.stock:
         return "TRL generates"
@@ -97,13 +102,20 @@ class SampledGroups:
         self._scored: dict[int, tuple[Any, list[int]]] = {}  # by row: completion and token ids to score
 
     def sampled(self, row: int, request: Request, completion: Completion) -> None:
-        """Add a row's completion. A completion beyond the prompts, from a custom rollout, belongs to no group and is
-        ignored."""
+        """Take a row's completion; if it completes its group, begin the group's rewards. A completion beyond the
+        batch's prompts, from a custom rollout, belongs to no group and is ignored.
+
+        Args:
+            row: the row's number in this rank's batch.
+            request: the request that was sampled.
+            completion: the completion.
+        """
         if row in self._group_of:
             self._add(row, self._completion(row, request, completion), completion.token_ids)
 
     def ended(self, row: int, conversation: Conversation) -> None:
-        """Add a row's conversation, which has ended or broken off."""
+        """Take a row's conversation, which has ended or broken off; if it completes its group, begin the group's
+        rewards."""
         self._add(row, conversation.messages, conversation.completion_ids)
 
     def _add(self, row: int, completion: Any, token_ids: list[int]) -> None:
@@ -133,8 +145,8 @@ class SampledGroups:
         } | ({} if environments is None else {"environments": [environments[row] for row in rows]})
 
     def _completion(self, row: int, request: Request, completion: Completion) -> Any:
-        """Return a completion as text, or as messages where the prompt is messages. GRPO parses messages where it can,
-        RLOO does not."""
+        """Return a completion in the form in which TRL passes it to reward functions: text, or a list with one message
+        where the prompt is messages. GRPO parses it into a message where the tokenizer can, RLOO does not."""
         trainer = self._trainer
         messages, tokenizer = not isinstance(self._prompts[row], str), trainer._tokenizer
         templates = (getattr(tokenizer, name, None) for name in ("response_template", "response_schema"))

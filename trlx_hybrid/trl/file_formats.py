@@ -1,5 +1,5 @@
-"""Checks of the format of a checkpoint's files, which find incomplete ones where no manifest lists sizes and
-digests."""
+"""Checks of the format of a checkpoint's files, which find incomplete files in a checkpoint without a manifest (which
+would list sizes and digests)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ SCHEDULER_NAME = "scheduler.pt"
 OPTIMIZER_NAME, OPTIMIZER_NAME_BIN = "optimizer.pt", "optimizer.bin"
 
 ZIPPED = re.compile(r".*\.(pt|pth)|(pytorch_model|training_args|optimizer|adapter_model).*\.bin")
-"""Files that `torch.save` writes."""
+"""Names of files that `torch.save` writes, which are zip archives."""
 
 WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model).*\.(safetensors|bin)(\.index\.json)?")
 SHARDED = re.compile(r"(pytorch_model_fsdp|optimizer|global_step).*")
-"""Folders that FSDP and DeepSpeed write."""
+"""Names of folders that FSDP and DeepSpeed write."""
 
 GENERATORS = re.compile(r"rng_state(?:_(\d+))?\.pth")
 
 
 def fault(checkpoint: Path) -> str | None:
-    """Return the first reason why a checkpoint is incomplete, as far as its files show; None if there is none."""
+    """Return the first reason why a checkpoint without a manifest is incomplete, judged by its files' names and
+    formats; None if there is none."""
     if not (checkpoint / TRAINER_STATE_NAME).is_file():
         return f"{TRAINER_STATE_NAME} is missing"
     try:
@@ -64,7 +65,8 @@ def _malformed(path: Path) -> str | None:
 
 
 def _malformed_safetensors(path: Path) -> str | None:
-    """Return how the file's size differs from the size in its header, or None if it does not."""
+    """Return a text if the size of a safetensors file differs from the size that its header gives, or None if it does
+    not."""
     size = path.stat().st_size
     with path.open("rb") as file:
         header = int.from_bytes(file.read(8), "little")
@@ -77,8 +79,12 @@ def _malformed_safetensors(path: Path) -> str | None:
 
 
 def _absent(checkpoint: Path, files: set[str]) -> Iterator[str]:
-    """Yield what is missing from a checkpoint that was saved for resuming, as its generator states or its schedule
-    show."""
+    """Yield a text for each file that is missing from a checkpoint from which a run can resume. Such a checkpoint has
+    random generator states or the state of a learning-rate schedule; others yield nothing.
+
+    Args:
+        files: names of the checkpoint's files.
+    """
     if SCHEDULER_NAME not in files and not any(map(GENERATORS.fullmatch, files)):
         return  # saved with save_only_model, or by a trainer of another kind
     ranks = {int(match[1]) for name in files if (match := GENERATORS.fullmatch(name)) and match[1]}

@@ -1,4 +1,4 @@
-"""The FLOPs that training on some tokens needs, and the FLOP/s that a device can reach."""
+"""The FLOPs that training on some tokens needs, and the FLOP/s that a device can reach, from which MFU is computed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,13 @@ class ModelFlops:
     pair: float
 
     def of(self, tokens: int, scored: int, pairs: int) -> float:
-        """Return the FLOPs of a batch with these counts, see `counted`."""
+        """Return the FLOPs of a batch.
+
+        Args:
+            tokens: number of tokens.
+            scored: number of completion tokens.
+            pairs: number of pairs of a token and a token that it attends to. All three as `counted` returns them.
+        """
         return self.token * tokens + self.scored * scored + self.pair * pairs
 
 
@@ -81,7 +87,8 @@ def counted(prompt_mask: Tensor, completion_mask: Tensor) -> Tensor:
 
 
 def model_flops(policy: Policy) -> ModelFlops | None:
-    """Return the policy's FLOPs, or None where the shapes of its weights do not determine them.
+    """Return the FLOPs that training the policy needs per token, or None where the shapes of its weights do not
+    determine them.
 
     That is the case for images, layers that do not attend to all earlier tokens, latent attention, quantised weights,
     FSDP1, experts that are not stacked, adapters other than LoRA of plain layers, and a partly frozen base, where the

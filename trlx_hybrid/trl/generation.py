@@ -31,7 +31,7 @@ SETTINGS = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "r
 
 
 class Generation:
-    """The stand-in for TRL's own VLLMGeneration.
+    """The object in place of TRL's own VLLMGeneration, which passes TRL's requests on to the session's engine.
 
     The sampling settings can be read and set here as in TRL's (`trainer.vllm_generation.temperature = 0.8`), with
     effect from the next rollout. Setting anything else raises an AttributeError, since nothing would read it.
@@ -64,7 +64,8 @@ class Generation:
         session.sampler.sampling = sampling
 
     def sync_weights(self) -> None:
-        """Copy the policy's weights into the engine, for a user's own requests between rollouts. Collective.
+        """Copy the policy's weights into the engine. TRL calls it before each rollout; scripts may call it before
+        requests of their own between rollouts. Collective.
 
         Within a rollout this does nothing: the rollout has begun with a weight sync, decided by weight version rather
         than by `global_step`.
@@ -85,6 +86,12 @@ class Generation:
         profiler: AbstractContextManager[Any] | None = None,
     ) -> GenerateResult:
         """Sample one completion per prompt.
+
+        Args:
+            prompts: ids of each prompt. A prompt comes once for each completion of its group, one after the other.
+            images: images of each prompt, or None.
+            num_generations: the number of completions in a group.
+            profiler: TRL's context that measures the time of sampling.
 
         Returns:
             (prompt_ids, completion_ids, logprobs, logprob_token_ids), the latter two (batch, tokens, candidates) or
@@ -107,8 +114,8 @@ class Generation:
 
     @property
     def llm(self) -> Any:
-        """vLLM's own LLM if the engine is vLLM, for custom rollouts that use it; else an object with the fields TRL's
-        loop reads.
+        """vLLM's own LLM if the engine is vLLM, for custom rollouts that use it; else an object with only the maximum
+        model length, which TRL's tool loop reads.
 
         Requests that name no adapter are served by the policy's adapter.
         """

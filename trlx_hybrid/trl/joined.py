@@ -19,11 +19,12 @@ from torch import Tensor
 from ..protocols import Scores
 
 WIDE = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-"""Names of the tensors of a micro-batch from which its log-probs are computed."""
+"""Keys of the tensors of a micro-batch that its log-probs are computed from."""
 
 
 class JoinedPass:
-    """The scores of several micro-batches, and the gradients that their losses leave at these scores.
+    """The scores that one forward pass computed for several micro-batches, and the gradients that the micro-batches'
+    losses leave at these scores.
 
     Args:
         scores: scores of all rows of the micro-batches, with their graph.
@@ -37,7 +38,8 @@ class JoinedPass:
         self._waiting = list(enumerate(micro_batches))
 
     def take(self, micro_batch: dict[str, Any]) -> Scores | None:
-        """Return the scores of the micro-batch that is next in line, once; None for any other micro-batch."""
+        """Return the scores of a micro-batch, detached from the forward pass, so that its loss can be computed from
+        them. Each micro-batch is served once and in order; for any other one, return None."""
         if not self._waiting or self._waiting[0][1] is not micro_batch:
             return None
         number, _ = self._waiting.pop(0)
@@ -51,7 +53,8 @@ class JoinedPass:
         return not self._waiting
 
     def backward(self) -> None:
-        """Propagate the gradients that the losses have left at the scores into the model's parameters."""
+        """Propagate the gradients that the losses have left at the scores through the model in one backward pass.
+        Called after the last loss."""
         outputs, gradients = [], []
         for scored, parts in zip(self._scored, self._parts, strict=True):
             if any(part.grad is not None for part in parts):
@@ -65,7 +68,8 @@ def _apart(tensor: Tensor) -> Tensor:
 
 
 def joinable(trainer: Any, micro_batch: dict[str, Any], done: int) -> list[dict[str, Any]]:
-    """Return the micro-batches of an optimizer step that one pass could compute: the given one, then its followers.
+    """Return the micro-batches that one forward pass could compute together: the given one, and those that follow it in
+    the optimizer step. Only the given one where the kind of data parallelism or differing shapes rule it out.
 
     Args:
         done: number of the step's micro-batches that came before the given one.

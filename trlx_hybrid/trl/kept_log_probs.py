@@ -1,4 +1,5 @@
-"""Log-probs over the kept ids, which replace those of TRL's head while a model scores tokens with a support.
+"""Log-probs over the kept ids, which are the ids that truncated sampling (top-k, top-p, min-p) left for a token. While
+a model scores such tokens, they replace the log-probs over the whole vocabulary that TRL's head computes.
 
 TRL 1.16 projects hidden states in tiles and never holds all logits (`trl/kernels/chunked_logprob.py`). The function
 here does the same, but leaves out the ids that the engine could not sample. A token's log-prob is its logit minus the
@@ -21,13 +22,14 @@ from ..kept_tokens import KeptTokens
 from ..support import UNSAMPLED, WORD
 
 TOKENS = 512
-"""Tokens per tile. TRL uses 4,096; here each logit takes about 16 bytes in addition to itself."""
+"""The number of tokens in a tile. TRL uses 4,096; here a tile needs more memory, about 16 bytes per logit in addition
+to the logit itself."""
 
 
 @contextmanager
 def scoring_over(kept: KeptTokens | None, scored: Tensor, masses: list[Tensor], trl: Any) -> Iterator[None]:
-    """Replace the function of TRL's fused head while a model scores the given positions, once and in this order, in any
-    number of calls.
+    """Return a context in which TRL's fused head computes log-probs over the kept ids only. Inside, a model must score
+    the given positions once and in order, in any number of calls.
 
     Args:
         kept: the kept ids of the positions; None changes nothing.
@@ -52,7 +54,8 @@ def scoring_over(kept: KeptTokens | None, scored: Tensor, masses: list[Tensor], 
 
 
 class _Head:
-    """A stand-in for TRL's function, with its method `apply` only."""
+    """An object that stands in for TRL's autograd function `_ChunkedLogProbFunction`, of which TRL's head only calls
+    `apply`."""
 
     def __init__(self, kept: KeptTokens, scored: Tensor, masses: list[Tensor], trl: Any) -> None:
         self._trl = trl
@@ -73,8 +76,9 @@ class _Head:
         logit_scale: float,
         outputs: Sequence[str],
     ) -> tuple[Tensor | None, ...]:
-        """Return what TRL's function returns: (N,) log-probs, entropies if asked for, and None for the outputs that
-        only other trainers of TRL read."""
+        """Return what TRL's function `_ChunkedLogProbFunction.apply` returns for the next N positions: (N,) log-probs,
+        entropies if `outputs` has "entropy", and None for the outputs that only other trainers of TRL read. The
+        arguments are TRL's."""
         if len(weight) != self._kept.vocabulary:
             raise ComponentError(
                 f"The engine samples from {self._kept.vocabulary} ids, and the trainer's head has {len(weight)}: the "
@@ -95,7 +99,7 @@ class _Head:
         return log_probs, entropies if "entropy" in outputs else None, None, None, None
 
     def end(self) -> None:
-        """Check that all positions were scored, and no others."""
+        """Raise a ComponentError unless exactly the given positions were scored."""
         if self._at != self._of:
             raise ComponentError(
                 f"A model scored {self._at} tokens, and the support of {self._of} is known. What scores must compute "
@@ -110,9 +114,9 @@ class Projection:
 
     Attributes:
         chunk_size: number of ids in a tile.
-        inverse_temperature: the last factor of the logits.
+        inverse_temperature: the factor by which logits are multiplied last.
         softcap: the soft cap of the logits, applied before the temperature; None for no cap.
-        logit_scale: the first factor of the logits.
+        logit_scale: the factor by which logits are multiplied first.
         gathered: called with weight and bias; returns a context in which both are complete.
     """
 
@@ -123,8 +127,17 @@ class Projection:
     gathered: Callable[[Tensor, Tensor | None], AbstractContextManager[Any]] = lambda weight, bias: nullcontext()
 
     def tile(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return (n, ids) float32 logits of the given ids; and the tanh from which the cap's derivative is computed, or
-        None without a cap."""
+        """Compute the logits of some tokens for a part of the vocabulary.
+
+        Args:
+            hidden: (n, H).
+            weight: (ids, H), the head's rows of these ids.
+            bias: (ids,), or None.
+
+        Returns:
+            (n, ids) float32 logits; and the tanh from which the soft cap's derivative is computed, or None without a
+            cap.
+        """
         product = hidden @ weight.to(hidden.dtype).t()
         if bias is not None:
             product += bias.to(hidden.dtype)
@@ -136,7 +149,8 @@ class Projection:
 
 
 class _Sum:
-    """A running log-sum-exp over tiles, and the mean of the logits under the distribution that it normalises."""
+    """A log-sum-exp of logits that is accumulated tile by tile, and the mean of the logits under the softmax
+    distribution."""
 
     def __init__(self, like: Tensor) -> None:
         self._max = torch.full((len(like),), -torch.inf, device=like.device)
@@ -159,15 +173,20 @@ class _Sum:
 
 
 def _columns(masks: Tensor, start: int, end: int) -> Tensor:
-    """Return columns `start` to `end` of bit masks, as (n, end - start) bool."""
+    """Return columns `start` to `end` of bit masks as (n, end - start) bool: whether each token's mask contains these
+    ids.
+
+    Args:
+        masks: (n, words) int32, one bit per id, see `Support`.
+    """
     first = start // WORD
     words = masks[:, first : -(-end // WORD), None] >> torch.arange(WORD, device=masks.device, dtype=torch.int32)
     return (words & 1).bool().flatten(1)[:, start - first * WORD : end - first * WORD]
 
 
 class KeptLogProbs(torch.autograd.Function):
-    """An autograd function that gives (N,) log-probs of targets, entropies, and logarithms of the kept ids' shares. The
-    latter have no gradient."""
+    """An autograd function that computes, for N tokens, log-probs and entropies over the kept ids, and the logarithms
+    of the probability that the kept ids have in the whole distribution. The latter have no gradient."""
 
     @staticmethod
     def forward(
@@ -179,11 +198,15 @@ class KeptLogProbs(torch.autograd.Function):
         kept: KeptTokens,
         projection: Projection,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute log-probs, entropies and logarithms of the kept ids' shares.
+        """Compute log-probs, entropies and logarithms of the kept ids' probability, (N,) float32 each.
 
         Args:
-            hidden: (N, H); weight: (V, H); bias: (V,); targets: (N,) int64, ids.
+            hidden: (N, H) hidden states.
+            weight: (V, H), the head's weight.
+            bias: (V,), the head's bias, or None.
+            targets: (N,) int64, the ids whose log-probs are computed.
             kept: the kept ids of the N tokens.
+            projection: how logits are computed.
         """
         ctx.set_materialize_grads(False)
         kind = hidden.device.type
@@ -212,7 +235,8 @@ class KeptLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, log_prob_grads: Tensor | None, entropy_grads: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        """Recompute each tile, and sum the gradients that come through it in float32."""
+        """Return the gradients of the inputs: recompute the logits of each tile, and sum the tiles' gradients in
+        float32."""
         hidden, weight, bias, targets, entropies, totals = ctx.saved_tensors
         projection, (of_hidden, of_weight, of_bias) = ctx.projection, ctx.needs_input_grad[:3]
         with projection.gathered(weight, bias):
@@ -249,7 +273,7 @@ class KeptLogProbs(torch.autograd.Function):
 
 
 def _add_product(to: Tensor, left: Tensor, right: Tensor) -> None:
-    """Compute `to += left @ right` in float32: rounding each tile's product would bias training, as TRL has found."""
+    """Add `left @ right` to `to` in float32: rounding each tile's product would bias training, as TRL has found."""
     if to.device.type == "cuda" and left.dtype in (torch.float16, torch.bfloat16):
         torch.addmm(to, left, right, out_dtype=torch.float32, out=to)
     else:

@@ -1,4 +1,5 @@
-"""The manifest of a checkpoint: the run that saved it, and the files that it must hold.
+"""The manifest of a checkpoint: a file that says which run saved it and which files it must contain, so that an
+incomplete checkpoint is not resumed from.
 
     trlx_hybrid_manifest.json    {"run": "5f0c…", "ranks": 2, "ended": true,
                                   "files": {"model.safetensors": [1048576, "9a3e11f0"], …}}    bytes, and digest
@@ -25,7 +26,8 @@ from .file_formats import TRAINER_STATE_NAME
 
 MANIFEST_FILE = "trlx_hybrid_manifest.json"
 SENTINEL_FILE = "checkpoint-is-incomplete.txt"
-"""The file that transformers' `JITCheckpointCallback` removes when its save is complete."""
+"""The file by which transformers' `JITCheckpointCallback` marks an incomplete checkpoint; it is removed when the save
+is complete."""
 
 WHOLE = 16 << 20  # bytes; a file of at most this size is read completely
 END = 1 << 20  # bytes read at each end of a larger file
@@ -34,10 +36,10 @@ PIECE, STRIDE = 64 << 10, 16 << 20  # bytes of each piece in between, and from o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The facts of a checkpoint that are saved with it.
+    """The content of a checkpoint's manifest.
 
     Attributes:
-        run: identity of the run that saved it.
+        run: id of the run that saved the checkpoint.
         ranks: how many ranks the run had.
         ended: whether the save was completed.
         files: bytes and digest of each file, by its path in the checkpoint.
@@ -54,6 +56,10 @@ def begin(checkpoint: Path, run: str, ranks: int) -> None:
 
     If another run or a killed save has left files in this folder, they are removed first: they would be taken for a
     part of this checkpoint.
+
+    Args:
+        run: id of the run.
+        ranks: how many ranks the run has.
     """
     try:
         before = read(checkpoint)
@@ -67,8 +73,13 @@ def begin(checkpoint: Path, run: str, ranks: int) -> None:
 
 
 def end(checkpoint: Path, run: str, ranks: int) -> None:
-    """Write the last manifest, with all files of the checkpoint. Called after all ranks have written their files, and
-    before older checkpoints are removed."""
+    """Write the complete manifest of a checkpoint, with all of its files. Called after all ranks have written their
+    files, and before older checkpoints are removed.
+
+    Args:
+        run: id of the run.
+        ranks: how many ranks the run has.
+    """
     files = {path.relative_to(checkpoint).as_posix(): digest(path) for path in _files(checkpoint)}
     _write(checkpoint, Manifest(run=run, ranks=ranks, ended=True, files=files))
 
@@ -94,7 +105,7 @@ def read(checkpoint: Path) -> Manifest | None:
 
 
 def fault(checkpoint: Path, manifest: Manifest) -> str | None:
-    """Return the first thing in which a checkpoint differs from its manifest; None where nothing differs."""
+    """Return the first difference between a checkpoint's files and its manifest, as text; None where there is none."""
     if not manifest.ended:
         return "its save did not come to its end"
     if (checkpoint / SENTINEL_FILE).exists():

@@ -1,4 +1,5 @@
-"""Micro-batches with other rows than TRL drew, and TRL's metrics computed for the micro-batches that it drew.
+"""Micro-batches whose rows were regrouped after TRL drew them, and TRL's metrics as they would be without the
+regrouping.
 
 TRL computes some numbers for single micro-batches and logs their mean over an optimizer step: minima, maxima, and means
 over tokens, which have equal weight whatever the number of their tokens. With other rows in each micro-batch these
@@ -28,11 +29,11 @@ LOG_PROBS, ENTROPIES = "drawn_log_probs", "drawn_entropies"
 def regrouped(
     micro_batches: Sequence[dict[str, Any]], groups: Sequence[Sequence[int]], by: str = "scoring"
 ) -> list[dict[str, Any]]:
-    """Return the same rows in other micro-batches.
+    """Return the rows of some micro-batches, put together into other micro-batches of the same size.
 
     Args:
         groups: the rows of each new micro-batch, numbered through all the given micro-batches.
-        by: name of the component that chose the groups.
+        by: name of the component that chose the groups, for the error.
 
     Raises:
         ComponentError: the groups do not contain each row once, or differ in size.
@@ -56,14 +57,16 @@ def regrouped(
 
 
 def number(micro_batches: Sequence[dict[str, Any]]) -> None:
-    """Store each row's position in its micro-batch, for `as_drawn`."""
+    """Store in each micro-batch, under ROW, the positions of its rows among all rows that TRL drew. After rows are
+    regrouped, `as_drawn` restores the order from them."""
     size, device = len(micro_batches[0]["prompt_ids"]), micro_batches[0]["prompt_ids"].device
     for first, micro_batch in enumerate(micro_batches):
         micro_batch[ROW] = torch.arange(first * size, (first + 1) * size, device=device)
 
 
 def keep(micro_batch: dict[str, Any], scores: Scores) -> None:
-    """Store the scores that a loss is computed from in its micro-batch, where the rows were regrouped."""
+    """Store the scores that a micro-batch's loss is computed from in the micro-batch, for `as_drawn`. Does nothing
+    where rows were not regrouped."""
     if ROW in micro_batch:
         micro_batch[LOG_PROBS] = scores.log_probs.detach()
         if scores.entropies is not None:
@@ -71,13 +74,14 @@ def keep(micro_batch: dict[str, Any], scores: Scores) -> None:
 
 
 def kept(micro_batch: Mapping[str, Any]) -> Scores:
-    """Return the scores that `keep` has stored."""
+    """Return the scores that `keep` has stored in a micro-batch."""
     return Scores(micro_batch[LOG_PROBS], micro_batch.get(ENTROPIES), None)
 
 
 def as_drawn(micro_batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return regrouped rows in the micro-batches that TRL drew, with their scores, which are removed from the given
-    micro-batches; an empty list if some have no scores because their loss was computed without them."""
+    """Put regrouped rows back into the micro-batches that TRL drew, with the scores that `keep` stored; the scores are
+    removed from the given micro-batches. Return an empty list if a micro-batch has none, because its loss was computed
+    without them."""
     if not all(LOG_PROBS in micro_batch for micro_batch in micro_batches):
         return []
     places = torch.cat([micro_batch[ROW] for micro_batch in micro_batches]).argsort()
@@ -89,13 +93,13 @@ def as_drawn(micro_batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def replace_last(metrics: Mapping[str, list[float]], lengths: Mapping[str, int], count: int) -> None:
-    """Let the last `count` values of each metric replace the `count` values before them, where both are of the same
-    losses.
+    """Replace the values that the regrouped micro-batches logged with those of the micro-batches that TRL drew: remove
+    from each metric the `count` values before the ones added last. A metric to which nothing was added stays as it is.
 
     Args:
         metrics: TRL's metrics since its last log line.
         lengths: length of each metric's list before the last values were added.
-        count: the number of losses.
+        count: number of micro-batches, each of which logs one value.
     """
     for name, values in metrics.items():
         before = lengths.get(name, 0)

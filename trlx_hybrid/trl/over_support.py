@@ -1,4 +1,5 @@
-"""The choice whether a run scores tokens over the ids that the engine kept, and the supports of a rollout's rows.
+"""Scoring over the kept ids: whether a run computes log-probs only over the ids that its sampling settings leave
+(top-k, top-p, min-p), and which ids those are for the rows of a rollout.
 
 Where sampling leaves ids out, the engine's log-probs refer to the remaining ids, and the trainer's to all ids. GRPO's
 importance-sampling correction multiplies each row's loss by the product of the ratios between the two. With `top_k=50`
@@ -20,20 +21,21 @@ if TYPE_CHECKING:
     from ..types import Sampling
 
 FACT = "scored over"
-"""The key in a recording's facts for the setting that left ids out, where tokens are scored over the kept ids."""
+"""The key in a recording's facts that is set where log-probs were computed over the kept ids; its value is the sampling
+setting that left ids out."""
 
 TRUNCATION = "ratio/truncation"
 """The metric: mean logarithm of the share that the kept ids have of the whole distribution, in nats, over the sampled
 tokens."""
 
 MOST = 16 << 30
-"""The maximum size of the kept ids of one rollout on a rank, in bytes of host memory."""
+"""The maximum size of the kept ids of one rollout on a rank, in bytes of host memory. Larger rollouts are refused."""
 
 WAY_OUT = "Leave the setting out, or set vllm_importance_sampling_correction=False to train without the correction."
 
 
 def refuses(trainer: Any, engine: Component | None, own_scorer: str | None, *, replays: bool) -> str | None:
-    """Return the reason why this run cannot score over the ids that the engine kept, or None.
+    """Return the reason why this run cannot compute log-probs over the ids that the engine kept, or None if it can.
 
     Args:
         engine: the engine that samples; None where TRL does.
@@ -53,13 +55,15 @@ def refuses(trainer: Any, engine: Component | None, own_scorer: str | None, *, r
 
 
 def rows_of(trainer: Any, generated: Any) -> list[Support]:
-    """Return the supports of a rollout's rows, and clear them from the session.
+    """Return the supports of a rollout's rows (for each token, the ids that it was sampled from), and clear them from
+    the session.
 
     Args:
         generated: the result of GRPO's `_generate`.
 
     Raises:
         ComponentError: the support of a token that is trained on is missing.
+        ConfigError: the supports take more than MOST.
     """
     session, (prompt_ids, ids, mask, *_) = trainer.session, generated
     vocabulary = session.policy.base.config.get_text_config().vocab_size
@@ -117,13 +121,13 @@ def refuse_too_many(size: int, setting: str | None) -> None:
 
 
 def require(micro_batch: Mapping[str, Any], setting: str | None) -> None:
-    """Check that a micro-batch has the supports of its tokens.
+    """Check that a micro-batch says for each token which ids were kept, before it is scored over them.
 
     Args:
-        setting: the setting that left some ids out.
+        setting: the sampling setting that left ids out, for the message.
 
     Raises:
-        ConfigError: the micro-batch has no supports.
+        ConfigError: it does not.
     """
     if not {WORDS, BOUNDS} <= micro_batch.keys():
         raise ConfigError(

@@ -1,5 +1,5 @@
-"""Checks for rows without a prompt and environments that return none: TRL and tokenizers fail on them without naming
-the row."""
+"""Errors that name the row: for datasets with a missing prompt, and for environments whose `reset` fails. TRL and
+tokenizers fail on both without saying which row it is."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def refuse_missing_prompts(dataset: Any, name: str) -> None:
 
 
 def _missing(column: Any) -> tuple[int, str] | None:
-    """Return the first row of an Arrow column without a prompt, and what it has instead; None where all rows have
-    one."""
+    """Return the number of the first row of an Arrow column that has no prompt, and what it has instead, as text; None
+    where all rows have one."""
     import pyarrow.compute as pc
     import pyarrow.types as kinds
 
@@ -56,7 +56,8 @@ def _missing(column: Any) -> tuple[int, str] | None:
 
 
 def reset_that_failed(error: BaseException) -> str | None:
-    """Return a note that says which environment's `reset` raised an error, and for which row; None where none did.
+    """Return a note for an error that an environment's `reset` raised: which environment it was, and for which row.
+    None where the error comes from elsewhere.
 
     TRL calls `reset` for each row in one loop, so the row is found in the traceback, in the frame that called `reset`.
     """

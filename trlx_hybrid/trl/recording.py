@@ -1,4 +1,5 @@
-"""A folder with every batch that a run trained on or evaluated: tensors in safetensors, the rest as JSON.
+"""Recordings: folders with every batch that a run trained on or evaluated, from which another run can train without
+sampling. Tensors are in safetensors, the rest is JSON.
 
     recording.json                      what ran: versions, ranks, model, tokenizer, settings, device
     rank0/train-000012-0.safetensors    rank 0's rows of the batch that begins with micro-batch 0 of step 12
@@ -44,23 +45,26 @@ FOREIGN = re.compile(
     r"temperature|top_[pk]|min_p|repetition_penalty|generation_kwargs|max_completion_length|pad_to_multiple_of|beta|"
     r"mask_truncated_completions|scale_rewards|reward_weights|multi_objective_aggregation|vllm_importance_.*)"
 )
-"""A pattern of the facts that must agree for a replay: what batches were made from, and settings that a replay would
-not read."""
+"""A pattern of the names of those facts that must be equal in a recording and the run that replays it: what batches
+were made from, and settings that the batches already contain."""
 
 EVALUATION = re.compile(r"settings\.(eval_(strategy|steps|delay|on_start)|(per_device|num_generations)_eval.*)")
-"""A pattern of further facts that must agree for a replay, in a run that evaluates."""
+"""A pattern of the names of further facts that must be equal in a replay, if the run evaluates."""
 
 QUIET = re.compile(r"output_dir|run_name|log|report_to|save|push|hub|vllm|tqdm|dataloader|resume|eval|project|trackio")
-"""A pattern of the facts that change no number of a training step."""
+"""A pattern of the names of those facts that change no number of a training step, so that differences are not
+reported."""
 
 TRUNCATED = "truncated completions"
-"""The key of the fact that says which completions are masked as truncated, in runs that mask any."""
+"""The key, in a recording's facts, of the rule by which completions count as truncated; only in runs that mask
+those."""
 
 NO_FACTS = (
     *("_name_or_path", "transformers_version", "dtype", "torch_dtype", "base_model_name_or_path", "peft_version"),
     "architectures",  # saving a model adds it; the model's class is a separate fact
 )
-"""Fields of the configs of a model and its adapters that differ with the place on disk or the library version."""
+"""Fields of the configs of a model and its adapters that are no facts of the recording: they differ with the place on
+disk or the library version."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -100,7 +104,7 @@ class RecordedBatch:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise an error that names `path` if the code inside cannot write this file of a recording.
+    """Return a context for writing one file of a recording; an error inside names the file.
 
     Raises:
         HybridError: the file cannot be written. A recording with gaps is useless, so the run stops.
@@ -115,10 +119,14 @@ def writing(path: Path) -> Iterator[None]:
 
 
 class Recording:
-    """One rank's part of a recording's folder.
+    """One rank's part of a recording's folder, which can be written to and read from.
 
     Args:
         folder: the recording's folder; on several nodes, one that all of them share.
+        rank: the rank.
+
+    Attributes:
+        places: the optimizer step and micro-batch with which each training batch begins, in order; filled by `inspect`.
     """
 
     def __init__(self, folder: str | Path, rank: int = 0) -> None:
@@ -128,7 +136,8 @@ class Recording:
 
     @functools.cached_property
     def facts(self) -> dict[str, Any] | None:
-        """The facts of the recorded run, see `facts_of`; None where nothing was recorded.
+        """The facts of the recorded run (versions, model, settings and so on, see `facts_of`), read from
+        `recording.json`; None where nothing was recorded.
 
         Raises:
             ConfigError: `recording.json` cannot be read, or has another format.
@@ -145,8 +154,12 @@ class Recording:
         return dict(found)
 
     def begin(self, facts: Mapping[str, Any], step: int) -> None:
-        """Prepare for batches from `step` on, and remove the batches from there on that a run had recorded before it
-        was resumed."""
+        """Prepare the folder for batches from optimizer step `step` on. If the run was resumed, remove the batches that
+        it had recorded from there on before.
+
+        Args:
+            facts: the facts of the run, see `facts_of`.
+        """
         with writing(self._here):
             self._here.mkdir(parents=True, exist_ok=True)
         self._written = 0
@@ -190,7 +203,8 @@ class Recording:
         self._written += batch.mode == "train"
 
     def inspect(self) -> str | None:
-        """Read all batches once, fill `places`, and return what is wrong with the batches, or None."""
+        """Read all batches once, to check them and to fill `places`. Return what is wrong with the first damaged or
+        missing one, or None."""
         self.places = []
         for mode, *place in sorted(self._files()):
             try:
@@ -204,7 +218,12 @@ class Recording:
         return None if self.places else f"{self._here} holds no batch of a training step."
 
     def latest(self, step: int, micro_batch: int) -> tuple[int, int]:
-        """Return the place, (step, number), of the batch that a micro-batch is taken from.
+        """Return the recorded batch that a micro-batch of the run belongs to, as the (step, micro-batch) with which the
+        batch begins.
+
+        Args:
+            step: the optimizer step of the micro-batch.
+            micro_batch: its number in the step.
 
         Raises:
             ConfigError: the recording begins later.
@@ -263,7 +282,8 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def facts_of(trainer: Any) -> dict[str, Any]:
-    """Return the facts that a recording stores of its run, as JSON data."""
+    """Return the facts of a run that its recording stores, as JSON data: versions, model, tokenizer, ranks, device and
+    settings. A replay compares them with its own."""
     session = trainer.session
     policy, config = session.policy, session.config
     tokenizer = getattr(policy.processing_class, "tokenizer", policy.processing_class)
@@ -303,8 +323,12 @@ def facts_of(trainer: Any) -> dict[str, Any]:
 
 
 def compared(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return texts for the facts in which a recording differs from a run: first those by which it is another run's
-    recording, then those by which the same batches may train differently."""
+    """Compare the facts of a recording with those of the run that replays it.
+
+    Returns:
+        Texts for the facts that differ, in two lists: those that make the recording unusable for this run, and those
+        with which the same batches may train differently.
+    """
     then, now = dict(_flat(recorded)), dict(_flat(here))
     if TRUNCATED in now:
         then.setdefault(TRUNCATED, BY_TOKEN)  # recordings of earlier versions lack this fact
@@ -322,7 +346,12 @@ def compared(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[list
 
 
 def refuse_foreign(folder: Path, foreign: list[str]) -> None:
-    """Raise a ConfigError if `foreign` names any fact by which a recording is another run's."""
+    """Raise a ConfigError if a recording cannot be used for this run.
+
+    Args:
+        folder: the recording's folder.
+        foreign: the facts that make it unusable, see `compared`.
+    """
     if foreign:
         raise ConfigError(
             f"The recording in {folder} is not of this run: {listed(foreign, 8)}. Replay it with the model, the "

@@ -1,4 +1,5 @@
-"""The reference model of `beta > 0` for policies that are PEFT adapters, kept correct without changing the policy.
+"""The reference model of the KL term (`beta > 0`) for policies that are PEFT adapters: repairs of what TRL gets wrong
+about it, without changing the policy.
 
 TRL 1.16 scores the reference with the adapters off if it added the adapter itself (`peft_config`). If it is given a
 PEFT model, it adds an adapter "ref", a copy of the adapter named "default", switches to "ref" and back. Three things go
@@ -31,7 +32,7 @@ REFERENCE = "ref"
 """The name that TRL gives to the copy of the policy's adapter."""
 
 FURTHER = "ref_of_"
-"""The prefix of the names of the copies of further active adapters."""
+"""The prefix of the names of the frozen copies of all active adapters except the first."""
 
 TRLS = "default"
 """The name of the adapter that TRL copies."""
@@ -39,7 +40,8 @@ TRLS = "default"
 
 @contextmanager
 def reference_of_active(model: Any, args: Any) -> Iterator[None]:
-    """Make TRL's `__init__`, which runs inside, build a reference of all adapters that are active.
+    """Return a context for TRL's `__init__` in which TRL's reference model becomes a frozen copy of all adapters that
+    are active, not of one.
 
     Args:
         model: the model passed to TRL's `__init__`; nothing is done unless it is a PEFT model.
@@ -76,7 +78,8 @@ def reference_of_active(model: Any, args: Any) -> Iterator[None]:
 
 
 def _plain(config: Any) -> Any:
-    """Return a copy of an adapter's config whose initialisation writes to nothing but the new adapter."""
+    """Return a copy of an adapter's config with ordinary initialisation: methods such as PiSSA would also write to the
+    base model."""
     plain = copy.copy(config)
     if hasattr(plain, "init_lora_weights"):
         plain.init_lora_weights = True
@@ -84,10 +87,13 @@ def _plain(config: Any) -> Any:
 
 
 def _copy_all(model: Any, active: list[str], again: bool) -> None:
-    """Make the frozen copies of the active adapters.
+    """Give each active adapter a frozen copy with the same weights. TRL has already added the copy "ref".
 
     Args:
-        again: whether "ref" was made from the config of another adapter than the first active one.
+        model: the PEFT model.
+        active: names of the active adapters.
+        again: whether "ref" was made from the config of another adapter than the first active one, and must be made
+            anew.
     """
     if again:
         model.delete_adapter(REFERENCE)
@@ -106,12 +112,13 @@ def _copy_all(model: Any, active: list[str], again: bool) -> None:
 
 
 def _copies(active: list[str]) -> dict[str, str]:
-    """Return the name of each active adapter's frozen copy, by the adapter's name."""
+    """Return the names of the active adapters' frozen copies, by the names of the adapters."""
     return {active[0]: REFERENCE} | {name: FURTHER + name for name in active[1:]}
 
 
 def _held_twice(layer: Any, active: list[str]) -> Iterator[tuple[list[nn.Parameter], list[nn.Parameter]]]:
-    """Yield, for each active adapter, its parameters in a PEFT layer and the parameters of its copy."""
+    """Yield, for each active adapter, its parameters in a PEFT layer and the corresponding parameters of its frozen
+    copy, as two lists."""
     held = defaultdict[str, list[nn.Parameter]](list)
     for name, parameter in held_by(layer):
         held[name].append(parameter)
@@ -119,8 +126,9 @@ def _held_twice(layer: Any, active: list[str]) -> Iterator[tuple[list[nn.Paramet
 
 
 def activate_copies(model: Any) -> None:
-    """Activate the copies of further adapters as well, if TRL has switched a PEFT model to "ref". TRL switches "ref"
-    off by itself, and `adapters_kept`, around TRL's code, restores the active adapters."""
+    """Activate the frozen copies of all active adapters, if TRL has switched a PEFT model to "ref", which is only the
+    first one. Called before each scoring. TRL switches "ref" off by itself, and `adapters_kept`, around TRL's code,
+    restores the active adapters."""
     if not tuned(model) or model.active_adapter != REFERENCE:
         return
     further = [name for name in model.peft_config if name.startswith(FURTHER)]
@@ -203,7 +211,8 @@ def _gap(policy: Policy) -> float:
 
 
 def _why_apart(model: Any) -> str:
-    """Return the reason why a reference differs from the policy, and the way out."""
+    """Return the likely reason why a reference differs from the policy, and what the user can do, as text for an
+    error."""
     if REFERENCE in model.peft_config:
         return (
             f"TRL scores it with the adapter {REFERENCE!r}, a copy of the policy's from when the trainer was made. "

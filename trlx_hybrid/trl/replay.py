@@ -1,4 +1,5 @@
-"""Batches of a hybrid trainer that are written to a recording or read from one; and rollouts without training.
+"""Recording and replay of a trainer's batches: they are written to a folder, and another run trains on them without
+sampling. Also `rollout_only`, which samples without training.
 
 All that a training step reads of a rollout comes from TRL's `_generate_and_score_completions`, except for the order of
 its rows, which TRL draws from torch's generator afterwards. So a recording keeps what that method returns together with
@@ -35,7 +36,8 @@ logger = logging.getLogger(__name__)
 
 
 class Replayed:
-    """A mixin between `Scored` and `Checkpointing` that records batches, or replays recorded ones."""
+    """A mixin between `Scored` and `Checkpointing` that writes each batch to a recording (`HybridConfig.record`), or
+    reads them from one instead of sampling (`HybridConfig.replay`)."""
 
     session: Session
 
@@ -46,8 +48,12 @@ class Replayed:
     _said_apart = False  # a warning that the weights differ from the recorded run's was given
 
     def _attach_recording(self) -> None:
-        """Check, once the trainer is built, that the recording to be replayed is of this run, and complete.
-        Collective."""
+        """Open the recording to be written or replayed, once the trainer is built. Check that a recording to be
+        replayed was made by this run's model and settings, and is complete. Collective.
+
+        Raises:
+            ConfigError: it was not, or is not.
+        """
         trainer: Any = self
         session, config = self.session, self.session.config
         if config.rollout_only:
@@ -72,7 +78,14 @@ class Replayed:
             session.notes.append(f"replay: {len(replay.places)} batches of {replay.folder}{differing}")
 
     def _starts(self, step: int) -> None:
-        """Handle the start of training, or of an evaluation before it: begin the recording. Collective."""
+        """Handle the start of training, or of an evaluation before it: begin the recording that is written. Collective.
+
+        Args:
+            step: optimizer steps done.
+
+        Raises:
+            ConfigError: the folder already has a recording, or the replayed one has no batches from this step on.
+        """
         trainer: Any = self
         if self._replay is not None and self._replayed_steps <= step < trainer.state.max_steps:
             raise ConfigError(
@@ -90,7 +103,7 @@ class Replayed:
         recording.begin(facts, step)
 
     def _ends(self, steps: int) -> None:
-        """End training after `steps` optimizer steps, if the recording has no batches for further steps of the run."""
+        """Stop training after `steps` optimizer steps if the replayed recording has no batches for further ones."""
         trainer: Any = self
         if self._replayed_steps <= steps < trainer.state.max_steps:
             trainer.control.should_training_stop = True
@@ -101,8 +114,12 @@ class Replayed:
     # --- batches ----------------------------------------------------------------------------------------------------
 
     def _batch(self, roll_out: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the batch that the rollout `roll_out` makes, and write it where the run records; in a replay, return
-        the recorded batch."""
+        """Return the next batch: from the rollout, written to the recording if there is one; or in a replay the
+        recorded one.
+
+        Args:
+            roll_out: a function that samples and scores the batch.
+        """
         trainer: Any = self
         if self._replay is not None:
             return self._recorded(self._replay)
@@ -136,7 +153,8 @@ class Replayed:
         return values
 
     def _recorded(self, replay: Recording) -> dict[str, Any]:
-        """Return the batch that was recorded for this place of the run, on this run's device. Collective."""
+        """Return the batch that the recording has for the current step, on this run's device, and restore metrics and
+        random states as they were after it. Collective."""
         trainer: Any = self
         mode, *here = self._place()
         step, number = replay.latest(*here) if mode == "train" else here
@@ -168,7 +186,8 @@ class Replayed:
             return stock(generation_batch)
 
     def _place(self) -> tuple[str, int, int]:
-        """Return mode, step and number of the batch that TRL asks for now."""
+        """Return the position of the batch that TRL asks for now: "train" or "eval", the optimizer step, and the
+        micro-batch within the step or, in an evaluation, the number of the batch."""
         trainer: Any = self
         if trainer.model.training:
             return "train", *self._window  # type: ignore[attr-defined]
@@ -182,7 +201,7 @@ class Replayed:
 
     @property
     def _every(self) -> int:
-        """The number of micro-batches that TRL takes from one batch."""
+        """The number of micro-batches that TRL trains on from one generated batch, before it generates the next."""
         args = self.args  # type: ignore[attr-defined]
         return int(
             (getattr(args, "steps_per_generation", None) or args.gradient_accumulation_steps)
@@ -199,7 +218,7 @@ class Replayed:
         return length, -(-length // accumulated)
 
     def _before(self, step: int, micro_batch: int) -> int:
-        """Return how many micro-batches of the run come before a given micro-batch of a step."""
+        """Return how many micro-batches the run trains on before the given micro-batch of a step."""
         length, steps = self._epoch
         epochs, rest = divmod(step, steps)
         return epochs * length + rest * int(self.args.gradient_accumulation_steps) + micro_batch  # type: ignore[attr-defined]
@@ -215,8 +234,8 @@ class Replayed:
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def _weights(self) -> list[Any]:
-        """Return whether this rank holds shards, the digest of its trainable weights, and the digest of its frozen
-        weights."""
+        """Return three facts that identify this rank's weights: whether they are shards, the digest of the trainable
+        ones, and the digest of the frozen ones."""
         policy = self.session.policy
         policy.reshard()
         return [any(map(is_sharded, policy.module.parameters())), policy.digest(), self._frozen]
@@ -227,8 +246,16 @@ class Replayed:
         return policy.digest(p for p in policy.module.parameters() if not p.requires_grad)
 
     def _compare_weights(self, batch: RecordedBatch, first: bool) -> None:
-        """Compare this rank's weights with the weights that sampled the batch. A difference before the first step is an
-        error; a later one is warned of, once. Collective."""
+        """Compare this rank's weights with those that sampled the recorded batch. Collective. A later difference is
+        only warned of, once.
+
+        Args:
+            batch: the recorded batch.
+            first: whether it is the recording's first step.
+
+        Raises:
+            ConfigError: the weights differ at the first step.
+        """
         here = self._weights()
         apart = here[0] == batch.weights[0] and here != batch.weights  # digests of whole and sharded weights differ
         if self._said_apart or not self.session.ranks.any(apart):
@@ -250,8 +277,8 @@ class Replayed:
     # --- rollouts only ----------------------------------------------------------------------------------------------
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run TRL's training step, and end training when the recording does. With `rollout_only`, only make the batch
-        where one is due."""
+        """Run TRL's training step, and stop training where the replayed recording ends. With `rollout_only`, train
+        nothing: only sample and score a batch where one is due, and return a loss of 0."""
         trainer: Any = self
         if not self.session.config.rollout_only:
             loss = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
@@ -272,8 +299,8 @@ class Replayed:
 
 
 def _added(before: list[float], after: list[float]) -> list[Any]:
-    """Return how a list of TRL's metrics changed: whether it was replaced, and the new values. An empty list means no
-    change."""
+    """Return how a metric's list changed between two moments, for a recording: `[replaced, new values]`, where
+    `replaced` says that the earlier values were changed too. An empty list means no change."""
     if after[: len(before)] != before:
         return [True, list(after)]
     return [False, after[len(before) :]] if len(after) > len(before) else []
@@ -287,7 +314,7 @@ def _generators(device: torch.device) -> dict[str, Tensor]:
 
 
 def _restore(states: dict[str, Tensor], device: torch.device) -> None:
-    """Set the generator states of those devices that this run has."""
+    """Set torch's generators to recorded states, for the CPU and for this run's device if it is of a recorded type."""
     torch.set_rng_state(states["cpu"])
     if device.type in states and device.type != "cpu":
         torch.get_device_module(device).set_rng_state(states[device.type], device)

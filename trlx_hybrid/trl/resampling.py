@@ -1,4 +1,5 @@
-"""Sampling of a training batch in rounds, until enough of its groups are kept.
+"""Sampling of a training batch in rounds (dynamic sampling): further prompts are sampled until the algorithms have kept
+enough groups. A group is the completions of one prompt.
 
 TRL asks `_generate` for the completions of its data loader's prompts, and takes back one completion per prompt. The
 caller reads its lists of prompts and of dataset rows again afterwards. So both lists, and the result of `_generate`,
@@ -25,7 +26,7 @@ from ..rollout.rounds import batch_of, rows_per_rank
 logger = logging.getLogger(__name__)
 
 SUMMED = ("hybrid/rollout_seconds", "hybrid/sync_seconds", "hybrid/sync_bytes", "hybrid/fingerprint_seconds")
-"""Metrics of a rollout that are summed over its rounds."""
+"""Metrics of a rollout that are added up over the rounds of a batch."""
 
 TOOLS = ("_sync_tool_dicts", "_async_tool_dicts")
 """Attributes of TRL's trainer that hold the tools of each row."""
@@ -33,13 +34,14 @@ TOOLS = ("_sync_tool_dicts", "_async_tool_dicts")
 
 @dataclass(slots=True)
 class SampledRow:
-    """One row of a round, as `_generate` and the reward functions left it.
+    """One sampled row of a round, with everything that TRL's `_generate` and the reward functions returned or changed
+    for it.
 
     Attributes:
         row: the dataset's row, with the fields that a `rollout_func` has added.
         prompt: the prompt as TRL passed it to `_generate`.
-        experts: the experts of the row's tokens, where the run replays routers.
-        support: the support of the row's tokens, where the run scores over the kept ids.
+        experts: the experts that the row's tokens were routed to; None where the run does not replay routers.
+        support: for each token the ids that it was sampled from; None where the run does not score over them.
         logged: values that reward functions have logged for the row, by column.
         truncated: whether the completion was cut at its limit.
     """
@@ -61,13 +63,14 @@ class SampledRow:
 
 @dataclass(slots=True)
 class Round:
-    """One rollout of a batch.
+    """One of the rollouts that a batch is sampled in.
 
     Attributes:
         rows: this rank's rows.
         rewards: (world * B, functions), of all ranks.
-        numbers: for each group of all ranks, the number of its row in the dataset; None where that is not known.
-        kept: for each group, whether it is kept.
+        numbers: for each group of all ranks, the number of its prompt's row in the dataset; None where that is not
+            known.
+        kept: for each group of all ranks, whether the algorithms keep it.
         totals: (groups, num_generations), weighted sums of the rewards; NaN where a row has none.
     """
 
@@ -96,11 +99,14 @@ def refuses(trainer: Any) -> str | None:
 
 
 def drawn(trainer: Any, rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]] | None:
-    """Return this rank's rows of a batch whose prompts an algorithm chooses, and each group's row number in the
-    dataset; None where TRL's data loader chooses. Collective.
+    """Return the rows of a batch whose prompts an algorithm chooses, before it is sampled. Collective.
 
     Args:
         rows: this rank's rows from TRL's data loader.
+
+    Returns:
+        This rank's rows, and for each group of all ranks the number of its row in the dataset; None where no algorithm
+        chooses, and TRL's rows are taken.
     """
     session, size = trainer.session, trainer.num_generations
     numbers = session.algorithms.draw(len(rows) * session.ranks.world // size, len(trainer.train_dataset))
@@ -154,8 +160,15 @@ def resampled(trainer: Any, prompts: list[Any], sample: Callable[[list[Any]], An
 
 
 def _batch(trainer: Any, rounds: Sequence[Round], needed: int) -> list[SampledRow]:
-    """Return this rank's rows of the batch, and store the rewards and row numbers of all its groups in the trainer.
-    Collective."""
+    """Put the batch together from the kept groups of all rounds, filled up with others if they are too few. Moves rows
+    between ranks where needed. Collective. The rewards and row numbers of all its groups are stored in the trainer.
+
+    Args:
+        needed: number of groups in the batch.
+
+    Returns:
+        This rank's rows. In groups that only fill the batch up, no token is trained on.
+    """
     ranks, size = trainer.session.ranks, trainer.num_generations
     places = batch_of([one.kept for one in rounds], needed)
     wanted = [(place.round, place.group * size + n) for place in places for n in range(size)]
@@ -180,7 +193,8 @@ def _batch(trainer: Any, rounds: Sequence[Round], needed: int) -> list[SampledRo
 
 
 def sampled_groups(trainer: Any, rewards: Tensor, numbers: Sequence[int | None] | None = None) -> Groups:
-    """Return the groups of the rows that TRL has generated last. Collective.
+    """Return the groups of the rows that TRL has generated last, of all ranks, in the form in which algorithms judge
+    them. Collective.
 
     Args:
         rewards: (world * B, functions), of all ranks.
@@ -199,8 +213,14 @@ def sampled_groups(trainer: Any, rewards: Tensor, numbers: Sequence[int | None] 
 
 
 def _first_round(trainer: Any, needed: int) -> tuple[list[dict[str, Any]], Sequence[int | None]]:
-    """Return this rank's rows for the first round, and the row number of each group of all ranks: TRL's groups, and
-    further ones where algorithms oversample."""
+    """Return the rows for the first round: TRL's groups, and further ones where algorithms oversample.
+
+    Args:
+        needed: number of groups in the batch.
+
+    Returns:
+        This rank's rows, and for each group of all ranks the number of its row in the dataset.
+    """
     session, size = trainer.session, trainer.num_generations
     known = trainer._row_numbers or [None] * needed
     wanted = math.ceil(needed * session.algorithms.oversampling)
@@ -213,8 +233,15 @@ def _first_round(trainer: Any, needed: int) -> tuple[list[dict[str, Any]], Seque
 
 
 def _drawn_rows(trainer: Any, groups: int, columns: Sequence[str]) -> tuple[list[dict[str, Any]], list[int]]:
-    """Return this rank's rows for a further round, and the row number of each group of all ranks, for at least `groups`
-    groups."""
+    """Return the rows for a further round, drawn from the dataset.
+
+    Args:
+        groups: the least number of groups, over all ranks.
+        columns: columns of the dataset that the rows get.
+
+    Returns:
+        This rank's rows, and for each group of all ranks the number of its row in the dataset.
+    """
     world, size = trainer.session.ranks.world, trainer.num_generations
     numbers = _draw(trainer, rows_per_rank(groups, size, world) * world // size)
     return _rows_here(trainer, numbers, columns), numbers
@@ -226,8 +253,12 @@ def _draw(trainer: Any, count: int) -> list[int]:
 
 
 def _rows_here(trainer: Any, groups: Sequence[Any], columns: Any) -> list[dict[str, Any]]:
-    """Return this rank's rows of the groups of all ranks. Each group is given as its row, or as that row's number in
-    the dataset."""
+    """Return this rank's rows, with each prompt repeated for its group.
+
+    Args:
+        groups: for each group of all ranks its row, or that row's number in the dataset.
+        columns: columns that the rows get.
+    """
     ranks, size = trainer.session.ranks, trainer.num_generations
     share = len(groups) * size // ranks.world
     rows = []
@@ -241,7 +272,13 @@ def _rows_here(trainer: Any, groups: Sequence[Any], columns: Any) -> list[dict[s
 def _round(
     trainer: Any, rows: list[dict[str, Any]], numbers: Sequence[int | None], sample: Callable[[list[Any]], Any]
 ) -> Round:
-    """Sample and score this rank's rows, as TRL would, and determine which groups are kept."""
+    """Sample and score one round as TRL would, and let the algorithms decide which groups are kept.
+
+    Args:
+        rows: this rank's rows.
+        numbers: for each group of all ranks, the number of its row in the dataset.
+        sample: a function that samples the completions of prompts, as TRL's `_generate`.
+    """
     session, prompts = trainer.session, [row["prompt"] for row in rows]
     session.rows, session.experts = rows, []
     prompt_ids, ids, mask, completions, logprobs, added, images, tool_images = sample(prompts)
@@ -261,7 +298,7 @@ def _round(
 
 
 def _as_generated(batch: Sequence[SampledRow]) -> Any:
-    """Return rows in the form in which TRL's `_generate` returns them."""
+    """Return sampled rows as the tuple of columns that TRL's `_generate` returns."""
 
     def column(name: str) -> list[Any] | None:
         values = [getattr(row, name) for row in batch]
@@ -272,15 +309,15 @@ def _as_generated(batch: Sequence[SampledRow]) -> Any:
 
 
 def _together(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a batch after one more round: sums for SUMMED, concatenated lists, and the latest value of
-    all others."""
+    """Return the metrics of a batch's rounds so far, combined with those of one more round: sums for SUMMED,
+    concatenated lists, and the latest value of all others."""
     both = before.keys() & now.keys()
     return {**before, **now} | {n: before[n] + now[n] for n in both if n in SUMMED or isinstance(now[n], list)}
 
 
 def _say_short(trainer: Any, kept: int, needed: int, sampled: int) -> None:
-    """Warn, once per run, that a batch has too few kept groups; the metric `hybrid/kept_groups` has the count of each
-    batch."""
+    """Warn, once per run, that the rounds have kept too few groups for a batch. The metric `hybrid/kept_groups` has the
+    number for each batch."""
     if not trainer.__dict__.get("_said_short"):
         trainer._said_short = True
         logger.warning(

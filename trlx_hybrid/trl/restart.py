@@ -27,13 +27,14 @@ WAY_OUT = f"Resume from another one, or remove its {manifest.MANIFEST_FILE} to h
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """A starting point of a run, and the identity under which it starts.
+    """A starting point of a run: step 0 or a checkpoint, and the run's identity (see `RunIdentity`) with which it
+    begins there.
 
     Attributes:
         identity: identity of the run.
         checkpoint: the checkpoint that the run resumes from; None to begin at step 0.
         saved_by: how many ranks saved the checkpoint; None where that is unknown.
-        known: whether the checkpoint has a manifest.
+        known: whether the checkpoint has a manifest, which says whose it is and what it must contain.
         passed: newer checkpoints that are not used, each with the reason.
     """
 
@@ -45,7 +46,7 @@ class Start:
 
 
 def numbered(output_dir: Path) -> list[Path]:
-    """Return the checkpoints in a folder, complete or not, newest first."""
+    """Return the folders `checkpoint-<step>` in a folder, complete or not, highest step first."""
     found = {
         int(match[1]): path
         for path in (output_dir.iterdir() if output_dir.is_dir() else ())
@@ -55,7 +56,8 @@ def numbered(output_dir: Path) -> list[Path]:
 
 
 def examined(checkpoint: Path, identity: RunIdentity | None) -> tuple[manifest.Manifest | None, str | None]:
-    """Return a checkpoint's manifest, and the reason why this run cannot resume from it; each may be None.
+    """Return a checkpoint's manifest, None where it has none; and the reason why this run cannot resume from the
+    checkpoint, None where it can.
 
     Args:
         identity: identity of the run; None where a checkpoint of any run will do.
@@ -73,12 +75,14 @@ def examined(checkpoint: Path, identity: RunIdentity | None) -> tuple[manifest.M
 
 
 def newest_start(output_dir: Path) -> Start:
-    """Return the start at the newest complete checkpoint of the run that a folder belongs to.
+    """Return the starting point at the newest complete checkpoint of the run that a folder belongs to, or at step 0
+    where there is none.
 
-    A folder without an identity file belongs to the run of its newest complete checkpoint.
+    The folder's identity file says which run it belongs to. A folder without one belongs to the run of its newest
+    complete checkpoint.
 
     Raises:
-        ConfigError: the folder's identity cannot be read.
+        ConfigError: the identity file cannot be read.
     """
     identity, passed = read_identity(output_dir), list[str]()
     for checkpoint in numbered(output_dir):
@@ -97,13 +101,14 @@ def newest_start(output_dir: Path) -> Start:
 
 
 def launched_again(output_dir: Path) -> Start:
-    """Return the start of a process that a launcher has started again.
+    """Decide where a process begins that a launcher has started again: at the last complete checkpoint of its run in
+    `output_dir`, or at step 0.
 
-    If this launch has begun no run in the folder, its first start failed before that, and no checkpoint there belongs
-    to it.
+    It begins at step 0 if no earlier start of the same `trlx-hybrid launch` got as far as `train()`: any checkpoint in
+    the folder is then of an older run.
 
     Raises:
-        ConfigError: the folder's identity cannot be read.
+        ConfigError: the file that records which run the folder belongs to cannot be read.
     """
     launch = os.environ.get(LAUNCH_VARIABLE) if os.environ.get(STARTS_VARIABLE, "0") != "0" else None
     identity = read_identity(output_dir)
@@ -114,16 +119,16 @@ def launched_again(output_dir: Path) -> Start:
 
 
 def first_start(output_dir: Path) -> Start:
-    """Return the start of a new run, to which nothing in the folder belongs."""
+    """Return a starting point at step 0 for a new run, to which no checkpoint in the folder belongs."""
     return Start(identity=_of_this_start(output_dir, None, None, None))
 
 
 def named_start(output_dir: Path, checkpoint: Path) -> Start:
-    """Return the start at a checkpoint that a script names. It continues that checkpoint's run if the checkpoint lies
-    in `output_dir`.
+    """Return the starting point at a checkpoint that a script names. The run continues that checkpoint's run if the
+    checkpoint lies in `output_dir`, else it is a new run.
 
     Raises:
-        ConfigError: the checkpoint differs from what was saved.
+        ConfigError: the checkpoint's files differ from those that its manifest lists.
     """
     known, reason = examined(checkpoint, None) if checkpoint.is_dir() else (None, None)  # TRL reports a missing folder
     if reason is not None and (checkpoint / manifest.MANIFEST_FILE).exists():
@@ -146,7 +151,13 @@ def _ranks_of(checkpoint: Path, known: manifest.Manifest | None) -> int | None:
 def _of_this_start(
     output_dir: Path, identity: RunIdentity | None, run: str | None, checkpoint: Path | None
 ) -> RunIdentity:
-    """Return the identity of this process's start: of the known run, of the checkpoint's run, or of a new run."""
+    """Return the identity with which this process starts: that of a known run, or else of a new one.
+
+    Args:
+        identity: the identity in the folder's file; None where the run is not known from there.
+        run: the id of the run that saved the checkpoint; None for a new run. Read only where `identity` is None.
+        checkpoint: the checkpoint that the run resumes from, which belongs to it even without a manifest.
+    """
     if identity is not None:
         return new_identity(identity.foreign, identity.run)
     others = [path for path in numbered(output_dir) if path != checkpoint]
@@ -157,15 +168,18 @@ def _of_this_start(
 
 
 def started(ranks: Ranks, output_dir: Path, choose: Callable[[], Start], *, saves: bool, writes: bool) -> Start:
-    """Choose where a run begins, and write the run's identity into its folder. Collective.
+    """Choose where a run begins, the same on all ranks, and write the run's identity into its folder. Collective.
 
     Rank 0 chooses, and so does each rank that saves on a disk of its own. The other ranks check that they see the
     chosen checkpoint.
 
     Args:
-        choose: returns the start, see `newest_start`.
+        choose: a function that returns the starting point, for example `newest_start` of the folder.
         saves: whether this rank writes checkpoints.
         writes: whether the run writes any.
+
+    Returns:
+        Where this rank begins.
 
     Raises:
         ConfigError: `choose` raised it on a rank, or ranks see different checkpoints: some of them would start over.
@@ -220,7 +234,14 @@ def warn(start: Start, ranks: int) -> None:
 
 
 def world_text(checkpoint: Path, then: int, now: int) -> str:
-    """Return a text on what a changed number of ranks means for a run that resumes from a checkpoint."""
+    """Return a warning for a run that resumes with another number of ranks: it says which random states and files do
+    not carry over.
+
+    Args:
+        checkpoint: the checkpoint that the run resumes from.
+        then: how many ranks saved it.
+        now: how many ranks the run has.
+    """
     if then == 1 or now == 1:  # transformers names the files of one rank differently
         lost = "no rank takes up the states of its random generators"
     elif now > then:

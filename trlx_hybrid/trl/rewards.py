@@ -1,4 +1,5 @@
-"""Reward functions: checks of their arguments and results, which tell a literal NaN from TRL's None."""
+"""Checks of reward functions' arguments and results, and of advantages that a plugin returns. A NaN that a function
+returns is refused, while None ("does not apply"), which TRL turns into NaN, is not."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 
 def refuse_missing_package(functions: Any) -> None:
-    """Refuse TRL's accuracy rewards without math-verify, which they report themselves only at their first batch.
+    """Refuse TRL's accuracy rewards if math-verify is not installed, when the trainer is made. By themselves, they fail
+    only at their first batch.
 
     Args:
         functions: what the trainer was given as `reward_funcs`.
@@ -71,7 +73,13 @@ def refuse_other_arguments(functions: Any, dataset: Any, adds: bool) -> None:
 
 
 def _other_arguments(function: Any, given: Sequence[str], adds: bool) -> str | None:
-    """Return which arguments a function does not take, or needs but does not get; None where it can be called."""
+    """Return a text on the arguments that a reward function does not take, or needs but does not get; None where it can
+    be called.
+
+    Args:
+        given: names of the arguments that TRL passes.
+        adds: whether a `rollout_func` may add further arguments.
+    """
     try:
         takes = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -86,7 +94,8 @@ def _other_arguments(function: Any, given: Sequence[str], adds: bool) -> str | N
 
 @contextmanager
 def checking(trainer: Any) -> Iterator[None]:
-    """Check what reward functions return while inside; outside, the trainer has the user's own objects."""
+    """Return a context in which the trainer's reward functions are wrapped, so that what they return is checked;
+    afterwards, the trainer has the user's own functions again."""
     functions = trainer.reward_funcs
     trainer.reward_funcs = [checked_reward(function) for function in functions]
     try:
@@ -132,8 +141,12 @@ def _name_of(function: Any) -> str:
 
 @contextmanager
 def _naming(name: str, given: Mapping[str, Any]) -> Iterator[None]:
-    """Add a note that names the reward function to what it raises. The exception itself stays the same, for scripts
-    that catch it."""
+    """Return a context that adds a note with the reward function's name to an error raised inside. The exception itself
+    stays the same, for scripts that catch it.
+
+    Args:
+        given: the arguments that the function was called with, by name.
+    """
     try:
         yield
     except Exception as error:
@@ -143,7 +156,15 @@ def _naming(name: str, given: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _checked(returned: Any, name: str) -> list[Any]:
-    """Return checked rewards as a list: TRL takes any iterable, and an iterator can be read only once."""
+    """Check that a reward function returned finite numbers or None, and return them as a list: TRL takes any iterable,
+    and an iterator can be read only once.
+
+    Args:
+        name: the function's name.
+
+    Raises:
+        RewardError: it returned something else.
+    """
     try:
         rewards = None if isinstance(returned, str | Mapping) else list(returned)
     except TypeError:  # no iterable
@@ -170,7 +191,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """Return a number as text, and anything else with its type."""
+    """Return a value as text for an error message: a float as it is, anything else with its type."""
     return str(value) if isinstance(value, float) else f"{value!r:.60} ({type(value).__name__})"
 
 
@@ -196,7 +217,8 @@ def without_masked(rewards: Tensor, loss_mask: Sequence[Sequence[int]] | None, s
 
 
 def replaced(session: Session, batch: Mapping[str, Any], rewards: Tensor | None) -> Tensor:
-    """Return the advantages of the plugin that implements `trlx_advantages`, if it returns any; else TRL's.
+    """Call the hook `trlx_advantages`, and return the advantages of the plugin that implements it; TRL's if no plugin
+    returns any.
 
     Args:
         batch: the batch that TRL trains on, this rank's rows.
@@ -229,7 +251,7 @@ def replaced(session: Session, batch: Mapping[str, Any], rewards: Tensor | None)
 
 
 def tabulate(trainer: Any, advantages: Tensor) -> None:
-    """Show the advantages that are trained with in TRL's table of completions. Collective.
+    """Replace the advantages in TRL's logged table of completions with those that are trained with. Collective.
 
     Args:
         advantages: (B,), of this rank's rows.

@@ -42,13 +42,15 @@ ROUTERS = (
     "Qwen3NextTopKRouter",
     "Qwen3_5MoeTopKRouter",
 )
-"""transformers' routers that return logits, weights and indices, with weights from a softmax over all experts."""
+"""Classes of routers in transformers that are supported: they return logits, weights and indices, with weights from a
+softmax over all experts."""
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 class RouterReplay:
-    """A set of hooks that make the routers of a model use given experts, while `replaying`.
+    """A set of hooks on a model's MoE routers that make them use the experts which the engine chose, within
+    `replaying`.
 
     Args:
         model: transformers' model, with its adapters if any.
@@ -67,8 +69,8 @@ class RouterReplay:
 
     @contextmanager
     def replaying(self, experts: Tensor) -> Iterator[None]:
-        """Use the given experts while forward passes compute these tokens, once and in this order, in passes of any
-        shape.
+        """Return a context in which the model's forward passes use given experts. The passes may have any shape, but
+        must compute each token once, in the order of `experts`.
 
         Args:
             experts: (…, layers, experts per token) int16, -1 where the model chooses.
@@ -83,8 +85,8 @@ class RouterReplay:
             self._given = None
 
     def difference(self) -> Tensor:
-        """Return (2,) float, counted since the last call: how many experts of the trainer's choice the engine had not
-        chosen, and how many experts were compared. Empty where none were compared."""
+        """Return two counts since the last call, as (2,) float: how many experts of the trainer's own choice the engine
+        had not chosen, and how many experts were compared. The tensor is empty where none were compared."""
         counts, self._counts = self._counts, []
         return torch.stack(counts).sum(0) if counts else torch.zeros(0)
 
@@ -135,10 +137,10 @@ class RouterReplay:
 
 
 def routers_of(model: nn.Module) -> dict[int, nn.Module]:
-    """Return the routers of a model, by layer number.
+    """Return the MoE routers of a model, by layer number.
 
     Raises:
-        ConfigError: there are none, or none that are known.
+        ConfigError: the model has none of the router classes in ROUTERS.
     """
     found: dict[int, nn.Module] = {}
     for name, module in model.named_modules():
@@ -156,7 +158,7 @@ def routers_of(model: nn.Module) -> dict[int, nn.Module]:
 def refuses(
     trainer: Any, policy: Policy, engine: Component | None, scoring: Sequence[str], replays: bool
 ) -> str | None:
-    """Return the reason why this run cannot replay its routers, and what to change; None where it can.
+    """Return the reason why router replay is impossible in this run; None where it is possible.
 
     Args:
         engine: the engine that samples; None where TRL does.
@@ -182,7 +184,8 @@ def refuses(
 
 
 def aligned(experts: Sequence[np.ndarray[Any, Any]], prompt_mask: Tensor, width: int) -> Tensor:
-    """Return the experts of a rollout's tokens, at the positions where TRL puts the tokens.
+    """Return the experts of a rollout's tokens as one tensor, at the positions where TRL puts the tokens in its padded
+    batch.
 
     Args:
         experts: experts of each row, see `Completion.experts`.
@@ -191,6 +194,9 @@ def aligned(experts: Sequence[np.ndarray[Any, Any]], prompt_mask: Tensor, width:
 
     Returns:
         (B, P + C, layers, experts per token) int16 on the mask's device, -1 elsewhere.
+
+    Raises:
+        ComponentError: there are experts for another number of rows.
     """
     if len(experts) != len(prompt_mask):
         raise ComponentError(
@@ -204,7 +210,8 @@ def aligned(experts: Sequence[np.ndarray[Any, Any]], prompt_mask: Tensor, width:
 
 
 def experts_of(micro_batch: dict[str, Any]) -> Tensor:
-    """Return the experts that a micro-batch is to be computed with.
+    """Return the experts that the tokens of a micro-batch were routed to when they were sampled, (b, P + C, layers,
+    experts per token).
 
     Raises:
         ConfigError: the micro-batch has none.

@@ -39,7 +39,12 @@ class RunIdentity:
 
 
 def new_identity(foreign: Iterable[str] = (), run: str | None = None) -> RunIdentity:
-    """Return the identity of a start: of a new run, or of the known run `run`."""
+    """Return the identity for a start of this process: a new one, or the next start of a known run.
+
+    Args:
+        foreign: names of checkpoints in the folder that do not belong to the run.
+        run: the id of the known run; None for a new run.
+    """
     return RunIdentity(
         run=run or secrets.token_hex(8),
         process=secrets.token_hex(8),
@@ -49,7 +54,8 @@ def new_identity(foreign: Iterable[str] = (), run: str | None = None) -> RunIden
 
 
 def read_identity(output_dir: Path) -> RunIdentity | None:
-    """Return the identity of the run that a folder belongs to; None where the folder has no identity file.
+    """Return the identity of the run that an output folder belongs to, from the folder's file `trlx_hybrid_run.json`;
+    None where there is no such file.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -68,8 +74,8 @@ def read_identity(output_dir: Path) -> RunIdentity | None:
 
 
 def write_identity(output_dir: Path, identity: RunIdentity) -> None:
-    """Write the identity of the run that a folder belongs to. If two starts write at once, the later file stays,
-    complete.
+    """Write a run's identity into its output folder, as `trlx_hybrid_run.json`. If two processes write at once, the
+    later file stays, complete.
 
     Raises:
         ConfigError: the folder cannot be written to.

@@ -1,4 +1,5 @@
-"""TRL's per-token log-probs, computed by the session's scoring; the old ones come from the first loss forward.
+"""TRL's per-token log-probs, computed by the run's scoring component. Where possible, a loss's first forward pass also
+gives the old log-probs, so that they need no pass of their own.
 
 TRL 1.16's GRPO and RLOO trainers score rows in one method, `_get_per_token_logps_and_entropies`, called
 
@@ -49,30 +50,33 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NUMBER = "deferred_row"
-"""The key in a batch for each row's position in the rollout, before TRL's shuffle."""
+"""The key in a batch for each row's position in the rollout before TRL shuffles it, (B,) int64. Present while old
+log-probs are still to be computed by the loss."""
 
 DIVERGENCE = tuple(f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max"))
 RATIO = tuple(f"sampling/importance_sampling_ratio/{name}" for name in ("min", "mean", "max"))
-"""TRL's metrics that are computed from the old log-probs of a rollout."""
+"""Names of TRL's metrics that are computed from the old log-probs of a rollout."""
 
 OF_SEQUENCES = ("sequence_mask", "sequence_truncate")
-"""Modes of TRL's importance-sampling correction that take one ratio per sequence."""
+"""Modes of TRL's importance-sampling correction (`vllm_importance_sampling_mode`) that compute one ratio per
+sequence."""
 
 LOSS = ("_prepare_inputs", "compute_loss", "_compute_loss")
-"""TRL's methods that lead from a micro-batch to its loss."""
+"""TRL's methods through which a micro-batch goes on its way to its loss."""
 
 READERS = ("_generate_and_score_completions", *LOSS)
-"""TRL's methods that can read the old log-probs."""
+"""TRL's methods in which the old log-probs of a rollout can be read."""
 
 IGNORED = -100
-"""The label of a position that is not scored."""
+"""The label of positions that are not scored, such as prompts and padding."""
 
 SCORER = "_get_per_token_logps_and_entropies"
 """TRL's method that computes log-probs."""
 
 
 class Scored:
-    """A mixin between `HybridTrainer` and TRL's trainer that scores rows with the session's scoring."""
+    """A mixin between `HybridTrainer` and TRL's trainer that computes log-probs with the run's scoring component
+    instead of TRL's own method."""
 
     session: Session
 
@@ -95,7 +99,7 @@ class Scored:
     _scores_old = False  # the next call is for the old log-probs, with the rollout's experts
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as TRL does. Whatever an interrupted step has left behind is dropped when its run ends."""
+        """Train as TRL does, and drop what an interrupted step has left behind, before and after the training."""
         self._window = (-1, 0)
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
@@ -103,16 +107,21 @@ class Scored:
             self._joined = None
 
     def _starts(self, step: int) -> None:
-        """Handle the start of training, after its checkpoint is loaded: drop what an earlier run left of a rollout that
-        other weights sampled."""
+        """Handle the start of training, after its checkpoint is loaded. If an earlier `train()` stopped within a
+        rollout whose old log-probs are incomplete, and the weights have changed since, drop the rollout's
+        micro-batches.
+
+        Args:
+            step: optimizer steps done.
+        """
         super()._starts(step)  # type: ignore[misc]
         left = self._deferred.get("train")
         if left is not None and left.outlived(self.session.weight_version):
             self._buffered_inputs, self._step = None, 0
 
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run TRL's training step, count the micro-batches of each optimizer step, and finish a joined pass after its
-        last micro-batch."""
+        """Run TRL's training step on one micro-batch, count the micro-batches of each optimizer step, and run the
+        shared backward pass after the last of several micro-batches that were scored in one forward pass."""
         step = self.state.global_step  # type: ignore[attr-defined]
         if self._window[0] != step:
             self._window, self._joined = (step, 0), None
@@ -166,7 +175,8 @@ class Scored:
         return batch
 
     def _leave_out_unscored(self, batch: dict[str, Any]) -> None:
-        """Exclude from training the tokens whose log-prob the sampler does not know, and count them. Collective."""
+        """Exclude from training the tokens whose log-prob the sampler did not return, and log their number.
+        Collective."""
         trainer: Any = self
         if self.session.selection.stock or not corrects(trainer) or "sampling_per_token_logps" not in batch:
             return
@@ -178,8 +188,16 @@ class Scored:
             batch["importance_sampling_ratio"] = left_out(batch["importance_sampling_ratio"], without)
 
     def _scores_over_support(self, sampling: Sampling) -> tuple[bool, str | None]:
-        """Return whether the run that begins scores tokens over the ids that its engine kept, and a note for the user:
-        what this costs, or why it is impossible although the sampling leaves ids out."""
+        """Decide whether this run computes a token's log-prob over the ids that the engine could sample (after top-k,
+        top-p and the like) instead of the whole vocabulary. Called when the session is made.
+
+        Returns:
+            Whether it does; and a note for the run's header, or None. The note says what this costs in memory, or why
+            it is impossible although the sampling leaves ids out.
+
+        Raises:
+            ConfigError: the replayed recording was scored in this way, and this run cannot be.
+        """
         trainer: Any = self
         corrected = getattr(trainer, "vllm_importance_sampling_correction", False)
         if trainer._base_name != "GRPO" or not corrected:
@@ -200,13 +218,18 @@ class Scored:
         return False, f"importance sampling: {told}. {over_support.WAY_OUT}"
 
     def _note_supports(self, generated: Any) -> None:
-        """Store the supports of the generated rows, where the rows are to be scored over them."""
+        """Store the supports of the rows that were just generated (for each token, the ids that it was sampled from),
+        where the run scores over them.
+
+        Args:
+            generated: the result of TRL's `_generate`.
+        """
         if self._left_out_by is not None and self._rolls_out:  # type: ignore[attr-defined]
             self._supports = over_support.rows_of(self, generated)
 
     def _kept_in_rollout(self, completion_length: int) -> dict[str, Tensor]:
-        """Return the supports of the batch that is being scored, as tensors; an empty dict where its rows keep all
-        ids."""
+        """Return the supports of the rollout that is being scored (for each token, the ids that it was sampled from) as
+        tensors to be added to the batch; an empty dict where log-probs are over all ids."""
         if self._supports is None:
             return {}
         if self._kept is None:
@@ -253,17 +276,19 @@ class Scored:
 
     @functools.cached_property
     def _bound(self) -> str | None:
-        """The reason why it matters which rows share a micro-batch, or None."""
+        """The reason why rows must stay in the micro-batches that TRL drew, as text (see `bound_together`); None where
+        they may be regrouped."""
         return bound_together(self)
 
     @functools.cached_property
     def _own_loss(self) -> str | None:
-        """The name of a user's method that may score other rows than a micro-batch's, or skip some micro-batches; or
-        None."""
+        """The name of a user's method that overrides TRL's steps from a micro-batch to its loss, and so may score other
+        rows or skip micro-batches; None if there is none."""
         return overriding(self, ("training_step", *LOSS))
 
     def _in_one_step(self) -> bool:
-        """Return whether all micro-batches of the rollout that begins belong to the current optimizer step."""
+        """Return whether the optimizer step that runs now is going to use all micro-batches of the rollout that
+        begins."""
         trainer: Any = self
         micro_batches = self._window[1] + trainer.args.steps_per_generation
         return bool(micro_batches <= trainer.current_gradient_accumulation_steps)
@@ -280,7 +305,8 @@ class Scored:
             self._micro_batch = self._loss_scores = None
 
     def _note_to_measure(self, micro_batch: dict[str, Any]) -> None:
-        """Schedule one row of a rollout's first micro-batch to be scored alone, once every `shape.EVERY` steps."""
+        """Schedule the first row of a rollout's first micro-batch to be scored once more alone, which shows how far
+        log-probs depend on the micro-batch's shape (shape.py). Done once every `shape.EVERY` steps."""
         sampled_at, self._sampled_at = self._sampled_at, None
         session, trainer = self.__dict__.get("session"), cast(Any, self)
         if sampled_at is None or session is None or session.weight_version != sampled_at:
@@ -289,8 +315,8 @@ class Scored:
             self._to_measure = micro_batch
 
     def _compares(self, batch: Mapping[str, Any]) -> bool:
-        """Return whether rows of a batch can be scored alone, and should equal the engine's log-probs up to
-        rounding."""
+        """Return whether single rows of a batch can be scored once more alone, and whether trainer and engine should
+        then agree up to rounding."""
         session, trainer = self.session, cast(Any, self)
         return (
             (not session.selection.stock or trainer._replay is not None)
@@ -303,8 +329,8 @@ class Scored:
         )
 
     def _measure_shape(self, micro_batch: Mapping[str, Any]) -> None:
-        """Log how much the shape of a micro-batch changes the trainer's own log-probs, measured on its first row.
-        Collective."""
+        """Score the first row of a micro-batch alone, and log how far its log-probs differ from those in the
+        micro-batch. Collective."""
         trainer: Any = self
         self._to_measure = None
         one = shape.alone(micro_batch, 0)
@@ -312,8 +338,16 @@ class Scored:
         shape.log(trainer._metrics["train"], trainer.accelerator.gather(found[None]))
 
     def _rescoring(self, batch: Mapping[str, Any]) -> Callable[[tuple[float, float]], str | None] | None:
-        """Return a function that tells whether the shape of a micro-batch makes trainer and engine differ, see
-        `WeightVersions.check_batch`; None where `batch` cannot be compared."""
+        """Return a function that `WeightVersions.check_batch` calls where log-probs of engine and trainer differ too
+        much. It takes the allowed differences, scores the row that differs most alone, and returns a text if the
+        micro-batch's shape is the cause, or None.
+
+        Args:
+            batch: this rank's rows.
+
+        Returns:
+            The function, or None where rows of `batch` cannot be scored alone.
+        """
 
         def again(allowed: tuple[float, float]) -> str | None:
             row = shape.furthest(batch, allowed[0])
@@ -323,7 +357,8 @@ class Scored:
         return again if self._compares(batch) else None
 
     def _scored_alone(self, one: dict[str, Any]) -> Tensor:
-        """Return the log-probs, (1, T), of one row that is a batch of its own. Collective."""
+        """Score one row, given as a batch of its own, without gradients, and return its log-probs, (1, T).
+        Collective."""
         trainer: Any = self
         outer, self._micro_batch, self._scores_alone = self._micro_batch, one, True
         ids = torch.cat([one["prompt_ids"], one["completion_ids"]], dim=1)
@@ -342,8 +377,8 @@ class Scored:
 
     @torch.no_grad()
     def _log_as_drawn(self, model: Any) -> None:
-        """Recompute TRL's metrics for the micro-batches that TRL drew, once the last micro-batch of regrouped rows has
-        been computed. Collective."""
+        """Compute TRL's metrics again for the micro-batches that TRL drew, from stored scores. Called after each loss;
+        does something only after the last micro-batch of a rollout whose rows were regrouped. Collective."""
         trainer: Any = self
         computed = trainer._buffered_inputs
         if trainer._step % len(computed) != len(computed) - 1:
@@ -359,8 +394,13 @@ class Scored:
         micro_batches.replace_last(metrics, lengths, len(drawn))
 
     def _added_loss(self, scores: Scores, inputs: dict[str, Any]) -> Any:
-        """Return the sum of the terms that the run's algorithms add to a micro-batch's loss, divided as TRL divides its
-        own loss. Collective."""
+        """Return the sum of the terms that the run's algorithms add to a micro-batch's loss, divided by the number of
+        accumulation steps as TRL's own loss is. Logs each term. Collective.
+
+        Args:
+            scores: log-probs and entropies of the micro-batch's rows, with their graph.
+            inputs: the micro-batch.
+        """
         trainer: Any = self
         self._terms_added = True
         terms = self.session.algorithms.loss(scores, inputs)
@@ -475,7 +515,13 @@ class Scored:
         return scores
 
     def _kept_of(self, input_ids: Tensor, completion_length: int) -> KeptTokens | None:
-        """Return the ids that the tokens of these rows were sampled from; None where all ids are kept."""
+        """Return the ids that the tokens of the rows being scored were sampled from; None where log-probs are over all
+        ids.
+
+        Raises:
+            ConfigError: the micro-batch should say which ids were kept, and does not.
+            ComponentError: other rows are scored than those whose kept ids are known.
+        """
         batch: dict[str, Any] = {}
         if self._micro_batch is not None:
             batch = self._micro_batch
@@ -494,7 +540,11 @@ class Scored:
         return KeptTokens.of(batch, input_ids.shape[1] - completion_length, vocabulary)
 
     def _log_truncation(self, masses: Sequence[Tensor]) -> None:
-        """Log what share of the whole distribution the kept ids have. Collective."""
+        """Log the mean logarithm of the probability that the kept ids have in the whole distribution. Collective.
+
+        Args:
+            masses: for each forward pass, (2,): the sum of these logarithms, and the number of tokens.
+        """
         trainer: Any = self
         if masses:  # else an earlier micro-batch's pass computed this one's rows
             total, tokens = trainer.accelerator.gather(torch.stack(list(masses)).sum(0)).view(-1, 2).sum(0).tolist()
@@ -502,7 +552,13 @@ class Scored:
             trainer._metrics[mode][over_support.TRUNCATION].append(total / max(tokens, 1))
 
     def _experts(self, prompt_mask: Tensor, completion_length: int) -> Tensor:
-        """Return the experts of the rollout's tokens, see `routing.aligned`."""
+        """Return the experts that the engine routed the rollout's tokens to, as a tensor in TRL's token positions, see
+        `routing.aligned`.
+
+        Args:
+            prompt_mask: (B, P).
+            completion_length: T.
+        """
         return aligned(self.session.experts, prompt_mask, prompt_mask.shape[1] + completion_length)
 
     def _replaying(self, experts: Tensor | None) -> AbstractContextManager[None]:
@@ -510,7 +566,7 @@ class Scored:
         return nullcontext() if replay is None or experts is None else replay.replaying(experts)
 
     def _log_difference(self) -> None:
-        """Log the share of experts that the trainer's routers would have chosen differently. Collective."""
+        """Log the share of the trainer's own choices of experts that differ from the engine's. Collective."""
         trainer: Any = self
         assert self.session.router_replay is not None
         counts = self.session.router_replay.difference()
@@ -562,7 +618,8 @@ class Scored:
         return self._joined.take(micro_batch)
 
     def _defers(self) -> bool:
-        """Return whether the first loss forwards of the rollout that begins will compute its old log-probs."""
+        """Return whether the old log-probs of the rollout that begins will be taken from the first forward passes of
+        its losses, instead of a pass of their own."""
         session = self.__dict__.get("session")
         if session is None or not session.scoring.deferred or session.scores_apart is not None:
             return False
@@ -596,7 +653,8 @@ class Scored:
 
 @contextmanager
 def in_training(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Make the first `model.train()` inside do nothing if all modules are in training mode already.
+    """Return a context in which the first call of `model.train()` does nothing if all modules are in training mode
+    already.
 
     transformers calls `model.train()` for each micro-batch, which takes 10 ms for adapters in 28 layers. After that
     call, the model has its own method again, so that it can be copied, for example.
@@ -624,7 +682,8 @@ def completions_of(attention_mask: Tensor, completion_length: int) -> Tensor:
 
 
 def reads_old(trainer: Any) -> bool:
-    """Return whether TRL computes old log-probs after a rollout at all."""
+    """Return whether TRL computes old log-probs after a rollout at all: it does not where they would equal those of the
+    loss."""
     if trainer._base_name == "RLOO":
         return True
     every = trainer.args.steps_per_generation * trainer.num_iterations
@@ -637,7 +696,12 @@ def corrects(trainer: Any) -> bool:
 
 
 def scores_apart(trainer: Any, plugin: PluginInfo | None) -> str | None:
-    """Return the reason why this run needs its old log-probs before the first loss forward, or None."""
+    """Return the reason why this run must compute its old log-probs before the losses, in a forward pass of their own;
+    None where it need not.
+
+    Args:
+        plugin: the plugin that implements the hook `trlx_advantages`, or None.
+    """
     args = trainer.args
     own = overriding(trainer, READERS)
     if own is not None:
@@ -655,8 +719,8 @@ def scores_apart(trainer: Any, plugin: PluginInfo | None) -> str | None:
 
 
 def overriding(trainer: Any, methods: tuple[str, ...]) -> str | None:
-    """Return the name, "Class.method", of the first user's method that overrides one of `methods`, in a class between
-    ours and TRL's trainer or derived from ours; or None."""
+    """Return the first of a user's methods that overrides one of `methods`, as "Class.method"; None if there is none.
+    The class lies between this package's and TRL's trainer, or is derived from this package's."""
     package = __name__.partition(".")[0]
     for owner in type(trainer).__mro__:
         if owner.__dict__.get("_name") == trainer._base_name and owner.__module__.startswith("trl.trainer."):
@@ -668,11 +732,12 @@ def overriding(trainer: Any, methods: tuple[str, ...]) -> str | None:
 
 
 def bound_together(trainer: Any) -> str | None:
-    """Return the reason why other rows in a micro-batch would change an optimizer step's gradient, or None.
+    """Return the reason why an optimizer step's gradient would change if rows moved to other micro-batches of the step;
+    None if it would not.
 
     TRL sums over tokens or rows and divides by numbers that are the same for each micro-batch of a step, as long as all
-    micro-batches have equally many rows. The settings listed here divide by the number of tokens of one micro-batch, or
-    compare its tokens with each other.
+    micro-batches have equally many rows. The settings checked here divide by the number of tokens of one micro-batch,
+    or compare its tokens with each other.
     """
     args = trainer.args
     own = overriding(trainer, LOSS)
@@ -696,11 +761,11 @@ def bound_together(trainer: Any) -> str | None:
 
 
 class Deferred:
-    """The old log-probs of one rollout, collected as the first loss forward of each micro-batch computes them.
+    """The old log-probs of one rollout, collected from the first forward pass of each micro-batch's loss.
 
     Args:
-        batch: this rank's rows of the rollout, as TRL made them. What TRL computed from placeholders is removed from
-            it.
+        batch: this rank's rows of the rollout, as TRL made them. Values that TRL computed from placeholders of the old
+            log-probs are removed from it.
         mode: "train" or "eval".
         version: version of the weights that sampled the rollout.
     """
@@ -718,19 +783,24 @@ class Deferred:
         batch[NUMBER] = torch.arange(len(mask), device=mask.device)
 
     def outlived(self, version: int) -> bool:
-        """Return whether some rows still wait for their loss, although the weights have changed since the rollout."""
+        """Return whether the rollout can no longer be completed: some rows still wait for their loss, and the weights
+        have changed since.
+
+        Args:
+            version: the current weight version.
+        """
         return self._waiting > 0 and version != self._version
 
     def fill(self, trainer: Any, micro_batch: dict[str, Any], log_probs: Tensor) -> None:
-        """Store the log-probs of a micro-batch's first loss forward in the micro-batch, where TRL reads them next.
-        After the last micro-batch, log the rollout's metrics and check its sampler. Collective.
+        """Store the log-probs of a micro-batch's first loss as its old log-probs, under TRL's keys in the micro-batch.
+        After the last micro-batch, log the rollout's metrics and compare its log-probs with the engine's. Collective.
 
         Args:
             log_probs: (b, T), without a graph.
 
         Raises:
             StaleWeightsError: the weights have changed since the rollout.
-            SyncError: engine and trainer differ.
+            SyncError: the log-probs of engine and trainer differ by more than rounding.
         """
         rows = micro_batch.pop(NUMBER)
         if trainer.session.weight_version != self._version:
@@ -792,10 +862,14 @@ def importance_ratio(trainer: Any, old: Tensor, sampled: Tensor, mask: Tensor) -
 def log_divergence(
     trainer: Any, metrics: dict[str, list[float]], old: Tensor, sampled: Tensor, mask: Tensor, ratio: Tensor
 ) -> None:
-    """Log TRL's metrics of how far sampler and trainer differ, as the same method of TRL does. Collective.
+    """Log TRL's metrics of how far the log-probs of sampler and trainer differ, as
+    `GRPOTrainer._generate_and_score_completions` does. Collective.
 
     Args:
-        mask: (B, T) bool; the other arguments as in `importance_ratio`.
+        metrics: TRL's metrics of training or of evaluation, to be appended to.
+        old, sampled: log-probs of trainer and sampler, (B, T) float; NaN where the sampler has none.
+        mask: (B, T) bool, the trained tokens.
+        ratio: the importance-sampling ratio, see `importance_ratio`.
     """
     gather = trainer.accelerator.gather
     difference = torch.abs(old - sampled)
@@ -812,6 +886,6 @@ def log_divergence(
 
 
 def _finite(gathered: Tensor) -> Tensor:
-    """Return the values without NaN; all of them if every value is NaN."""
+    """Return the values without NaN, to take a minimum or maximum of them; all of them if every value is NaN."""
     kept = gathered[~torch.isnan(gathered)]
     return kept if kept.numel() else gathered

@@ -1,4 +1,5 @@
-"""A measurement of how far log-probs depend on the shape of the micro-batch, apart from the engine's rounding.
+"""A measurement of how far the trainer's log-probs depend on the micro-batch's shape (rows and padding), which is told
+apart from rounding differences of the engine.
 
 Kernels sum in an order that depends on how many rows and how much padding they get, and a model may let rows see each
 other. Engine and trainer then differ, though the engine is not the cause. So one row of a rank is scored once more,
@@ -23,7 +24,7 @@ from ..weights.verify import disagreement
 from .routing import EXPERTS
 
 EVERY = 250
-"""Optimizer steps from one measured step to the next. The first step is measured."""
+"""The number of optimizer steps from one step with a measurement to the next. The first step is measured."""
 
 SHAPE, ROUNDING = (tuple(f"ratio/{part}/{name}" for name in ("mean", "max")) for part in ("shape", "rounding"))
 """The metrics: mean and maximum of the absolute difference of a token's log-probs, in nats. SHAPE compares a row in its
@@ -37,11 +38,13 @@ PICTURES = ("pixel_values", "image_grid_thw", "num_images", "token_type_ids", "m
 
 
 UNMEASURED = "log-probs not compared"
-"""The key in a recording's facts for runs where `max_logprob_gap` switched this measurement off."""
+"""The key in a recording's facts that is set where the run compared no log-probs, because `max_logprob_gap` was
+infinite."""
 
 
 def switched_off(trainer: Any) -> bool:
-    """Return whether this run, or the run that it replays, compares no log-probs."""
+    """Return whether `max_logprob_gap` switched the comparison of log-probs off, in this run or in the run that it
+    replays."""
     facts = (trainer._replay.facts or {}) if trainer._replay is not None else {}
     return trainer.session.config.max_logprob_gap == math.inf or bool(facts.get(UNMEASURED))
 
@@ -52,10 +55,11 @@ def measurable(batch: Mapping[str, Any]) -> bool:
 
 
 def alone(batch: Mapping[str, Any], row: int) -> dict[str, Any]:
-    """Return one row as a batch of its own, without padding.
+    """Return one row of a batch as a batch of its own, without padding, so that it can be scored alone.
 
     Args:
         batch: a batch of TRL's, see `measurable`.
+        row: the row's number.
     """
     prompt, mask = batch["prompt_mask"][row].bool(), batch["completion_mask"][row]
     tokens = max(1, int(mask.count_nonzero()))
@@ -83,7 +87,8 @@ def compared(batch: Mapping[str, Any]) -> Tensor:
 
 
 def parts(one: Mapping[str, Any], scored: Tensor) -> Tensor:
-    """Return (5,) float64 for one row: sum and maximum of SHAPE, sum and maximum of ROUNDING, and the number of tokens.
+    """Return the differences of one row's log-probs as (5,) float64: sum and maximum of SHAPE, sum and maximum of
+    ROUNDING, and the number of tokens.
 
     Args:
         one: the row, see `alone`.
@@ -97,11 +102,11 @@ def parts(one: Mapping[str, Any], scored: Tensor) -> Tensor:
 
 
 def log(metrics: dict[str, list[float]], of_ranks: Tensor) -> None:
-    """Log what was measured; log nothing where no rank has a token that can be compared.
+    """Log the metrics SHAPE and ROUNDING over all ranks; log nothing where no rank has a token that can be compared.
 
     Args:
         metrics: TRL's training metrics.
-        of_ranks: (ranks, 5), see `parts`.
+        of_ranks: (ranks, 5), one row as `parts` returns it per rank.
     """
     sums, largest = of_ranks.sum(0).tolist(), of_ranks.max(0).values.tolist()
     if sums[4]:
@@ -111,19 +116,21 @@ def log(metrics: dict[str, list[float]], of_ranks: Tensor) -> None:
 
 
 def furthest(batch: Mapping[str, Any], nats: float) -> int:
-    """Return the row with the most tokens for which engine and trainer differ by more than `nats`."""
+    """Return the number of the row that has the most tokens whose log-probs of engine and trainer differ by more than
+    `nats`."""
     beyond = compared(batch) & ~((batch[SAMPLED] - batch[OLD]).abs() <= nats)
     return int(beyond.sum(1).argmax())
 
 
 def fault(one: Mapping[str, Any], scored: Tensor, row: int, allowed: tuple[float, float]) -> str | None:
-    """Return how a row shows that the shape of its micro-batch makes trainer and engine differ, or None if it does not.
+    """Return a text if a row shows that engine and trainer differ because of the micro-batch's shape: too much in the
+    micro-batch, but not when scored alone. Return None if it does not.
 
     Args:
         one: the row, see `alone`.
         scored: (1, T), the trainer's log-probs of the row alone.
-        row: the row's number, for the message.
-        allowed: see `weights.verify.allowed_gap`. The row must exceed it in its micro-batch, and stay within it alone.
+        row: the row's number, for the text.
+        allowed: the allowed differences, see `weights.verify.allowed_gap`.
     """
     tokens, ids = compared(one), one["completion_ids"]
     within = disagreement(one[SAMPLED], scored, tokens, ids, allowed) is None

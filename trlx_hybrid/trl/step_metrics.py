@@ -1,8 +1,8 @@
 """Metrics of an optimizer step's time and computation, for the trainer's logs and its progress bar.
 
-A step begins and ends where transformers' Trainer says so. In between, each `training_step` prepares a micro-batch,
-including a rollout and its scoring where one is due, and computes its loss. A step that was not observed completely,
-because of an error or in a loop of another package, is not logged.
+A step begins and ends with the callbacks of transformers' Trainer. In between, each `training_step` prepares a
+micro-batch, including a rollout and its scoring where one is due, and computes its loss. A step that was not observed
+completely, because of an error or in a loop of another package, is not logged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Clock:
         self._cuda = device.type == "cuda"
 
     def now(self) -> Any:
-        """Return a marker of this moment, for `reached` and `seconds`."""
+        """Return a marker of this point in the device's work, to be passed to `reached` and `seconds`."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -42,27 +42,29 @@ class Clock:
         return event
 
     def reached(self, moment: Any, wait: bool = False) -> bool:
-        """Return whether the device has reached a moment. With `wait`, wait until it has, and return True."""
+        """Return whether the device has done all work up to a marker from `now`. With `wait`, wait until it has, and
+        return True."""
         if self._cuda and wait:
             moment.synchronize()
         return not self._cuda or moment.query()
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """Return the seconds between two moments that the device has reached."""
+        """Return the seconds between two markers from `now`, both of which the device has reached."""
         return float(begin.elapsed_time(end) / 1000 if self._cuda else end - begin)
 
 
 @dataclass(slots=True, eq=False)
 class MeasuredStep:
-    """The measurements of one optimizer step.
+    """The measurements of one optimizer step. Its parts are those of PARTS: rollout, scoring, loss, optimizer.
 
     Attributes:
-        began: the parts that run now, each with its start.
-        parts: begin and end of each stretch of a part.
+        began: the parts that run now, each with the marker of its start, see `Clock.now`.
+        parts: for each part, the markers of begin and end of each time that it ran.
         sync: seconds of the weight syncs in the step's rollouts.
         counts: for each micro-batch on this rank, its tokens as `counted` returns them; once the step is over, one (4,)
-            int64 tensor with the sums over all ranks and the number of tokens that the model was given.
-        end: the moment at which the device has finished the step.
+            int64 tensor with the sums over all ranks and the number of tokens that the model was given, padding
+            included.
+        end: the marker of the step's end.
     """
 
     began: dict[str, Any] = field(default_factory=dict)
@@ -73,7 +75,8 @@ class MeasuredStep:
 
 
 class StepMetrics(TrainerCallback):  # type: ignore[misc]
-    """A callback that measures the steps of one trainer. It never waits for the device, except in `settle` with `wait`.
+    """A callback that measures the time and tokens of each optimizer step, and adds them to the trainer's log as
+    `hybrid/step/…`. It never waits for the device, except in `settle` with `wait`.
 
     Args:
         trainer: a function that returns the trainer.
@@ -90,20 +93,21 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
         self._peak: float | None = None
 
     def on_train_begin(self, args: Any, *others: Any, **kwargs: Any) -> None:
-        """Compute the FLOPs of the model that will be trained, and drop steps of an earlier run."""
+        """Compute the model's FLOPs per token and the device's maximum, and drop steps of an earlier run."""
         self._step = None
         self._over.clear()
         self._peak = peak(self._session.policy, args) if self._knows_loss else None
         self._flops = model_flops(self._session.policy) if self._peak is not None else None
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Start a new step, even if an error has interrupted the step before it."""
+        """Start measuring a new step, even if an error has interrupted the step before it."""
         self._step = MeasuredStep()
         self._trainer()._loss_tokens = 0
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """Measure the `training_step` that runs inside."""
+        """Return a context for one `training_step`: what runs before `prepared` is the micro-batch's preparation, what
+        follows is its loss. An error inside discards the step's measurement."""
         self._preparing = self._step is not None
         try:
             yield
@@ -116,8 +120,12 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Measure the part of a micro-batch's preparation that runs inside; measure nothing in an evaluation, in a
-        loss, or within another part."""
+        """Return a context that measures its time as a part of a micro-batch's preparation. In an evaluation, in a loss
+        or within another part, it measures nothing.
+
+        Args:
+            name: "rollout" or "scoring".
+        """
         step = self._step
         if not self._preparing or step is None or step.began:
             yield
@@ -129,7 +137,11 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
             step.sync += cast(float, self._session.metrics.get("hybrid/sync_seconds", 0.0))
 
     def prepared(self, inputs: Any) -> None:
-        """Note that a micro-batch is prepared and its loss begins."""
+        """Start the time of the loss, and count the tokens of the micro-batch. Called when a micro-batch is prepared.
+
+        Args:
+            inputs: the micro-batch.
+        """
         if not self._preparing or self._step is None:
             return
         self._preparing = False
@@ -138,11 +150,11 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
         self._begin("loss")
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Start the time of the optimizer: the gradients have been clipped."""
+        """Begin to measure the optimizer's time: gradients are computed and clipped by now."""
         self._begin("optimizer")
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """End the step on the host, and queue its numbers until the device has finished it. Collective."""
+        """End the step's measurement on the host, and queue it until the device has finished the step. Collective."""
         self._end("optimizer")
         step, self._step = self._step, None
         if step is None:
@@ -164,8 +176,8 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
             self._step.parts[name].append((self._step.began.pop(name), self._clock.now()))
 
     def settle(self, wait: bool = False) -> None:
-        """Add the numbers of the steps that the device has finished to the trainer's log, and show the last step's on
-        the progress bar. With `wait`, wait for the device and add all steps."""
+        """Add the metrics of the queued steps that the device has finished to the trainer's log, and show the last
+        step's on the progress bar. With `wait`, wait for the device and add all queued steps."""
         while self._over and self._clock.reached(self._over[0].end, wait):
             step = self._over.popleft()
             found = self._numbers(step)
@@ -193,10 +205,10 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
 
 
 def line(found: dict[str, float], sync: float) -> str:
-    """Return a step's numbers as text for the end of a progress bar.
+    """Return a step's metrics as one line of text, which is shown at the end of the progress bar.
 
     Args:
-        found: the metrics, without the prefix `hybrid/step/`.
+        found: the metrics by name, without the prefix `hybrid/step/`.
         sync: seconds of weight syncs.
     """
     seconds = {part: found[f"{part}_seconds"] for part in PARTS}
@@ -213,7 +225,8 @@ def line(found: dict[str, float], sync: float) -> str:
 
 
 class Metered:
-    """A mixin between `HybridTrainer` and `Scored` that measures steps; it does nothing where `_steps` is None."""
+    """A mixin between `HybridTrainer` and `Scored` that tells `StepMetrics` when rollout, scoring and loss begin and
+    end; it does nothing where `_steps` is None."""
 
     session: Session
     _steps: StepMetrics | None = None
@@ -222,7 +235,7 @@ class Metered:
         return nullcontext() if self._steps is None else self._steps.part(name)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the training step, and measure it."""
+        """Run the training step on one micro-batch, and measure its time."""
         with nullcontext() if self._steps is None else self._steps.micro_batch():
             return super().training_step(*args, **kwargs)  # type: ignore[misc]
 
@@ -237,8 +250,8 @@ class Metered:
             return super()._get_per_token_logps_and_entropies(*args, **kwargs)  # type: ignore[misc]
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """Log as TRL does, which takes the mean over the steps since the last line, after the numbers of all steps have
-        arrived."""
+        """Log as TRL does, after the metrics of all finished steps were added: TRL logs the mean over the steps since
+        the last line."""
         if self._steps is not None:
             self._steps.settle(wait=True)
         super().log(*args, **kwargs)  # type: ignore[misc]

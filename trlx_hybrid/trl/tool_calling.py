@@ -1,5 +1,5 @@
-"""The link between TRL's tool calling and the rollout's conversations: it turns TRL's rows into dialogues, and finished
-conversations into what TRL's tool loop returns.
+"""The link between TRL's tool calling and the rollout's conversations: it turns TRL's rows into `Dialogue` objects,
+which the rollout component plays, and finished conversations into what TRL's tool loop returns.
 
 The code reads the attributes in which TRL 1.16's `GRPOTrainer` and `DistillationTrainer` keep their tool-calling state;
 tests/test_trl_internals.py lists them.
@@ -31,11 +31,14 @@ def dialogues(
     images: Sequence[list[Any] | None] | None,
     first: Sequence[Completion] | None = None,
 ) -> list[Dialogue]:
-    """Return one dialogue per row of the batch.
+    """Return one `Dialogue` per row of the batch: the prompt, tools and parser with which the rollout component runs
+    the row's conversation.
 
     Args:
         parse_response: TRL's function of that name.
-        first: first turns that a custom rollout has sampled.
+        prompt_ids: ids of each row's prompt.
+        images: images of each row, or None.
+        first: first turns that a custom rollout has sampled; None where the rollout component samples them.
     """
     observe, environments = observer(trainer), getattr(trainer, "environments", None)
     known = {tool.__name__: tool for tool in trainer.tools or () if not inspect.iscoroutinefunction(tool)}
@@ -59,7 +62,11 @@ def dialogues(
 
 
 def limits(trainer: Any, max_model_len: int) -> Limits:
-    """Return the limits at which TRL ends a conversation."""
+    """Return the limits at which TRL ends a conversation.
+
+    Args:
+        max_model_len: the engine's maximum number of tokens of prompt and completion.
+    """
     return Limits(
         completion_tokens=trainer.max_completion_length,
         model_tokens=max_model_len,
@@ -107,8 +114,12 @@ def with_images(trainer: Any, generated: Any) -> Any:
 
 
 def show_images(trainer: Any, generated: Any) -> None:
-    """Make TRL's loss take images from behind the prompt, as it does for tools that answer with images, in the batch
-    that it is about to score. The caller must restore `tools` afterwards."""
+    """Make TRL's loss take images that come after the prompt, in the batch that it is about to score. TRL does so only
+    where there are tools, so `tools` is set if images were generated; the caller must restore it afterwards.
+
+    Args:
+        generated: the result of TRL's `_generate`.
+    """
     *_, tool_images = generated
     if any(tool_images or ()) and not trainer.tools:
         trainer.tools = [trainer.rollout_func]
@@ -144,8 +155,8 @@ def check_images(trainer: Any, generated: Any) -> None:
 
 
 def skip_absent_images(model: Any) -> None:
-    """Make a model compute rows without images as text. TRL splits the images of a batch into micro-batches, and would
-    pass image tensors of length 0, which vision towers reject, to a micro-batch that has none."""
+    """Add a hook to a model that computes rows without images as text. TRL splits the images of a batch into
+    micro-batches, and passes image tensors of length 0 to a micro-batch that has none, which vision towers reject."""
 
     def without(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         pixels = kwargs.get("pixel_values")
@@ -157,7 +168,8 @@ def skip_absent_images(model: Any) -> None:
 
 
 def first_turns(trainer: Any, conversations: Sequence[Conversation]) -> Any:
-    """Return what TRL's `_generate_single_turn` returns: the first turn of every row."""
+    """Return the first turn of every conversation, in the form in which TRL's `_generate_single_turn` returns it: token
+    ids, for GRPO with log-probs."""
     lengths = [c.turns[0].sampled for c in conversations]
     token_ids = [c.completion_ids[:n] for c, n in zip(conversations, lengths, strict=True)]
     if not _is_grpo(trainer):
@@ -166,7 +178,12 @@ def first_turns(trainer: Any, conversations: Sequence[Conversation]) -> Any:
 
 
 def sampled_turns(token_ids: Sequence[list[int]], logprobs: Sequence[list[float]] | None) -> list[Completion]:
-    """Return the first turns that a custom rollout sampled, as completions."""
+    """Return the first turns that a custom rollout sampled, as `Completion` objects.
+
+    Args:
+        token_ids: ids of each row's turn.
+        logprobs: log-probs of each row's tokens, or None.
+    """
     return [
         Completion(token_ids=list(ids), logprobs=[[value] for value in logprobs[i]] if logprobs is not None else None)
         for i, ids in enumerate(token_ids)
@@ -194,7 +211,13 @@ def _is_grpo(trainer: Any) -> bool:
 def _parser(
     trainer: Any, parse_response: Callable[..., dict[str, Any]], index: int
 ) -> Callable[[list[int], list[int]], dict[str, Any]]:
-    """Return a function that parses a row's turns with the tools that its prompt was rendered with."""
+    """Return a function of a turn's ids and the ids before it, which parses the turn into a message with the tools that
+    the row's prompt was rendered with.
+
+    Args:
+        parse_response: TRL's function of that name.
+        index: the row in the batch.
+    """
     tools = trainer.tools
     if getattr(trainer, "environment_factories", None) is not None:
         tools = trainer._env_tools[trainer._batch_environments[index]]
@@ -206,10 +229,11 @@ def _parser(
 
 @contextmanager
 def forgiving(trainer: Any) -> Iterator[None]:
-    """Make TRL take a turn as plain text if its parser raises; in stock TRL the error ends the run.
+    """Return a context for a rollout in which a turn that TRL's parser cannot parse counts as plain text; in stock TRL
+    the parser's error ends the run.
 
-    TRL itself parses all first turns, and does not count failures. The failures in conversations that the rollout runs
-    are counted by the rollout.
+    Failures are counted in the metric UNPARSED. In conversations that the rollout component runs, it counts them
+    itself.
 
     Raises:
         ConfigError: the parser raised at every turn; raised once everything is sampled.
@@ -229,10 +253,13 @@ def forgiving(trainer: Any) -> Iterator[None]:
 
 
 def _discarding(trainer: Any, index: int) -> Callable[[], None]:
-    """Return a function that takes a row's environment out of TRL's pool: a call that never returned may still be using
-    it.
+    """Return a function that removes a row's environment from TRL's pool, because a call that never returned may still
+    be using it.
 
     TRL makes another environment when a batch needs one. Making it here could fail, which would end all conversations.
+
+    Args:
+        index: the row in the batch.
     """
 
     def discard() -> None:
@@ -246,12 +273,13 @@ def _discarding(trainer: Any, index: int) -> Callable[[], None]:
 
 
 def observer(trainer: Any) -> Callable[[Sequence[dict[str, Any]]], list[int]]:
-    """Return a function that gives the ids that follow a turn's tool calls.
+    """Return a function that takes the tool messages after a model's turn and returns the ids that they add to the
+    conversation.
 
-    It renders and encodes the opening of the conversation once per tool name. It is valid for one batch, since the
-    template and its arguments may change in the next, and several threads may call it at once. Message lists that the
-    template does not show completely become texts, see `answers.Answers`; all others get TRL's ids. A trainer with its
-    own method in place of TRL's is called directly.
+    It renders and encodes the beginning of the conversation once per tool name. It is valid for one batch, since the
+    template and its arguments may change in the next, and several threads may call it at once. Contents that are lists
+    and that the template does not show completely become texts, see `answers.Answers`; all other messages get TRL's
+    ids. If the trainer's class replaces TRL's method for these ids, that method is called directly.
     """
     method = getattr(type(trainer), "_get_tool_suffix_ids", None)
     if method is None or not method.__module__.startswith("trl."):
@@ -300,18 +328,22 @@ def _rendered(trainer: Any, tokenizer: Any, messages: list[dict[str, Any]]) -> s
 
 @dataclass(frozen=True, slots=True)
 class _Opening:
-    """A conversation up to the token that ends its last turn, that token included."""
+    """The text and ids of a conversation up to and including the token that ends its last turn, before any tool
+    answers."""
 
     text: str
     ids: list[int]
 
 
 class _Openings:
-    """A wrapper of the tokenizer or processor that remembers the ids of conversations without answers.
+    """A wrapper of the tokenizer or processor that tokenizes the beginning of a conversation only once per tool name.
 
-    In a conversation with answers, it encodes only the text after the opening. That gives the same ids if the opening
-    ends with a token at which the tokenizer splits texts before any other step, and which absorbs no spaces. The first
-    answer is encoded both ways, to detect tokenizers that treat the beginning of a text differently.
+    That beginning, called the opening, is everything up to the end-of-turn token of the assistant's tool call. TRL
+    renders a dummy conversation with and without the tool's answers, to get the ids that the answers add. The wrapper
+    caches the ids of the conversation without answers. In a conversation with answers, it encodes only the text after
+    the opening. That gives the same ids if the opening ends with a token at which the tokenizer splits texts before any
+    other step, and which absorbs no spaces. The first answer is encoded both ways, to detect tokenizers that treat the
+    beginning of a text differently.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -339,8 +371,15 @@ class _Openings:
     def _opening(
         self, name: str, messages: Sequence[dict[str, Any]], ids: list[int], given: dict[str, Any]
     ) -> _Opening | None:
-        """Return the opening that need not be encoded again, or None if encoding the rest of this conversation gives
-        other ids."""
+        """Return the opening, which need not be encoded again; None if encoding only the rest of this conversation
+        gives other ids.
+
+        Args:
+            name: name of the tool that the conversation calls.
+            messages: the dummy conversation, with the tool's answers.
+            ids: the ids of the whole conversation, as the tokenizer encodes it.
+            given: the arguments of `apply_chat_template`.
+        """
         end, end_id = self._inner.eos_token, self._inner.eos_token_id
         as_text = given | {"tokenize": False}
         text = self._inner.apply_chat_template(messages, **as_text)

@@ -5,7 +5,7 @@ subclass makes `use_vllm` a property that is False until our engine is chosen an
 builds no engine of its own. From then on, TRL's own code generates through our engine. The only thing that is patched
 is the function of TRL's head, while tokens are scored over a part of the vocabulary (kept_log_probs.py).
 
-The code relies on the following, which tests/test_trl_internals.py checks: `_generate(prompts)` is one rollout,
+TRL must keep the following, which tests/test_trl_internals.py checks: `_generate(prompts)` is one rollout,
 `_calculate_rewards` returns gathered rewards (world * B, functions), `_generate_and_score_completions` returns the
 batch, and `_metrics` is the log. scoring.py lists what the code relies on for log-probs.
 """
@@ -81,15 +81,16 @@ SCORING = ("GRPO", "RLOO")
 """The trainers among GENERATING, by their `_name`, that train on log-probs of single tokens."""
 
 SCORED_BESIDE = ("ref_model", "teacher_model")
-"""Attributes of TRL's trainers that hold further models which score the policy's rows."""
+"""Attributes of TRL's trainers that hold other models that score the same rows as the policy."""
 
 OWN_ENGINE = {"SDPOTrainer", "SDFTTrainer", "GOLDTrainer", "IWOPDTrainer"}
-"""Experimental trainers that build a VLLMGeneration of their own, which ours cannot replace."""
+"""Experimental trainers of TRL that build a VLLMGeneration of their own, which this package cannot replace."""
 
 
 @functools.cache
 def hybrid(trainer_class: type[Any]) -> type[Any]:
-    """Return a subclass of `trainer_class` that generates through the plugin host and is otherwise unchanged.
+    """Return a subclass of `trainer_class` that samples with the engine and other components that plugins offer, and
+    otherwise behaves like `trainer_class`.
 
     The class takes two more keyword arguments: `hybrid`, a HybridConfig (or mapping of its fields), and `plugins`,
     objects with hook implementations to register beside the installed ones.
@@ -121,7 +122,7 @@ def hybrid(trainer_class: type[Any]) -> type[Any]:
 
 
 class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncation):
-    """The class that `hybrid` puts in front of a TRL trainer.
+    """The base class that `hybrid` puts before a TRL trainer in the method resolution order.
 
     An instance made without `__init__`, as TRL's tests of single methods make it, behaves as TRL's own.
 
@@ -155,12 +156,17 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
 
     def _select(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Choose the run's components before TRL's own `__init__` loads the model, so that a wrong setting fails first.
+        The choice is stored as `_selection`.
 
         Args:
             given: the arguments of TRL's `__init__`, by name.
 
         Returns:
-            The arguments that the environment adds to `given`.
+            The arguments that the component named by `HybridConfig.environment` adds to `given`, such as datasets and
+            reward functions.
+
+        Raises:
+            ConfigError: settings that contradict each other or do not fit this trainer.
         """
         environment = choose_environment(self._config, self._host.registry)
         base = next(c for c in type(self).__mro__ if c in GENERATING)
@@ -200,20 +206,21 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
         return brought
 
     def _referring(self, given: Mapping[str, Any]) -> Any:
-        """Return the context in which TRL's `__init__` runs with the arguments `given`: TRL's reference is then made
-        from the adapters that are active."""
+        """Return the context in which TRL's `__init__` must run with the arguments `given`: TRL then builds its
+        reference model from all active adapters of a PEFT model, not from one."""
         return nullcontext() if self._selection.stock else reference_of_active(given.get("model"), given.get("args"))
 
     @property
     def _refers(self) -> bool:
-        """True where a reference model also scores the rows, and that reference is the policy with other adapters or
-        with none."""
+        """True where TRL scores rows with a reference model that is no separate model, but the policy with other
+        adapters or with none."""
         trainer: Any = self
         without = getattr(trainer, "ref_model", None) is None and getattr(trainer, "beta", 0) != 0
         return not self._selection.stock and without and trainer._base_name in SCORING
 
     def _adapters_kept(self) -> Any:
-        """Return a context that restores the policy's active adapters after such a reference has scored a rollout."""
+        """Return a context that restores the policy's active adapters at its end, for a rollout in which TRL switches
+        them to score the reference."""
         if not self._refers:
             return nullcontext()
         policy = self.session.policy
@@ -230,14 +237,19 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
             check_reference(session.policy, session.ranks, autocast_dtype(trainer.args))
 
     def _check_sampling(self, args: Any) -> None:
-        """Make the trainer score the distribution that the engine samples from, or refuse it. Runs before TRL reads the
-        temperature."""
+        """Set the trainer's temperature to the one that the engine samples at, and refuse sampling settings whose
+        probabilities the trainer cannot compute. Runs before TRL reads the temperature.
+
+        Args:
+            args: TRL's config.
+        """
         if args is not None and self._base_name in SCORING:
             score_as_sampled(args)
             refuse_penalties(sampling_of(args, self._base_name), args)
 
     def _attach(self) -> None:
-        """Open the session on the trainer that TRL built."""
+        """Create the session once TRL has built the trainer, and connect both: check the settings that need the model,
+        add the callbacks, and put this package's engine in place of TRL's."""
         trainer: Any = self
         args, selection, host = trainer.args, self._selection, self._host
         ranks = Ranks(trainer.accelerator)
@@ -328,9 +340,9 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
 
     @property
     def use_vllm(self) -> bool:
-        """True where an engine generates, rather than transformers. False while TRL's `__init__` runs if the engine is
-        to be ours. In a replay, it says whether an engine generated when the run was recorded, since TRL's loss
-        corrects for the engine."""
+        """True where an engine generates, rather than transformers. If the engine is this package's, it is False while
+        TRL's `__init__` runs, so that TRL builds none. In a replay, it says whether an engine generated when the run
+        was recorded, since TRL's loss corrects for the engine."""
         if self._replay is not None:
             return self._attached and bool((self._replay.facts or {})["sampler"])
         return self._trl_use_vllm if self._selection.stock else self._attached
@@ -364,8 +376,8 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
             self._generating = False
 
     def _sampled(self, prompts: list[Any]) -> Any:
-        """Sample the completions of `prompts`, in rounds where algorithms filter groups; return `_generate`'s
-        result."""
+        """Sample the completions of `prompts` and return the result in the form of TRL's `_generate`. If algorithms
+        filter groups (dynamic sampling), sample in several rounds."""
         if self._learns and self._rolls_out and self.session.algorithms.filters:
             self._in_rounds = True
             try:
@@ -382,7 +394,7 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
 
     @property
     def _learns(self) -> bool:
-        """True where the rows that are sampled now will be trained on."""
+        """True where the rows that are sampled now will be trained on; False in an evaluation."""
         return bool(self.model.training)  # type: ignore[attr-defined]
 
     def _one_round(self, prompts: list[Any]) -> Any:
@@ -402,7 +414,8 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
         return self._generated
 
     def _note_truncated(self) -> None:
-        """Store which rows of the rollout are truncated, and correct TRL's metrics of truncated rows. Collective."""
+        """Store which rows of the rollout were cut at their length limit, and correct TRL's metrics of truncated rows.
+        Collective."""
         if not hasattr(self, "eos_token_ids"):
             return
         prompt_ids, ids, *rest = self._generated
@@ -414,20 +427,20 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
 
     @functools.cached_property
     def _unparsed(self) -> UnparsedTurns:
-        """A counter of failed parses among the turns that TRL itself parses."""
+        """A counter of the assistant turns that could not be parsed, among the turns that TRL itself parses."""
         return UnparsedTurns()
 
     @property
     def _converses(self) -> bool:
-        """True where the rollout, not TRL, runs conversations with tools."""
+        """True where this package's rollout component runs conversations with tools, instead of TRL's tool loop."""
         rollout = self.session.rollout if self._attached else None
         return rollout is not None and rollout.converses and bool(getattr(self, "tools", None))
 
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, *rest: Any, **kwargs: Any
     ) -> Any:
-        """Sample the first turn. Where the rollout runs conversations, it samples all further turns too, and they are
-        kept for `_tool_call_loop`."""
+        """Sample the first turn of each row. Where the rollout component runs conversations with tools, it samples all
+        further turns too, and they are stored for `_tool_call_loop`."""
         if not self._converses:
             stock = super()._generate_single_turn  # type: ignore[misc]
             return stock(prompt_ids, images, multimodal_fields, *rest, **kwargs)
@@ -466,9 +479,9 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
     def _all_rewards(self, *args: Any, **kwargs: Any) -> Any:
         """Return the rewards of all ranks, (world * B, functions), as TRL's reward functions return them.
 
-        Reward functions may write to their arguments. So they get copies: one copy of everything, which all functions
-        share, as in TRL. Stock TRL gives them its own lists, from which it has already made its tensors. So there
-        the result of `_generate` is copied, which trajectories are made from.
+        Reward functions may modify their arguments. So they get copies: one copy of everything, which all functions
+        share, as in TRL. Where TRL's own generation is used, they get TRL's lists, from which TRL has already made its
+        tensors. There the result of `_generate` is copied, since trajectories are made from it later.
         """
         if self._in_rounds or not self._selection.stock:
             args, kwargs = copied(args), copied(kwargs)
@@ -544,10 +557,15 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
         return advantages.flatten()[first : first + len(stock)].to(stock)
 
     def _check_sampled(self, batch: Mapping[str, Any], whole: Mapping[str, Any] | None = None) -> None:
-        """Compare the engine's log-probs with the trainer's, where the batch, this rank's rows, has both.
+        """Compare the engine's log-probs with the trainer's, and raise if they differ by more than rounding; if a
+        user's `rollout_func` returned them, only warn. Does nothing unless the batch has both.
 
         Args:
+            batch: this rank's rows, as TRL trains on them.
             whole: rows of the batch with everything needed to score them again; by default the rows of `batch`.
+
+        Raises:
+            SyncError: engine and trainer differ.
         """
         trainer: Any = self
         session = self.session
@@ -575,7 +593,7 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
         return custom is not None and not getattr(custom, "samples_from_session", False)
 
     def _without_checkpointing(self) -> AbstractContextManager[None]:
-        """Return a context in which no layer is recomputed, as in TRL's own passes without gradients."""
+        """Return a context without gradient checkpointing, as TRL uses it for passes without gradients."""
         trainer: Any = self
         return disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs)  # type: ignore[no-any-return]
 
@@ -622,7 +640,8 @@ TrlParser = suggesting(trl.TrlParser)
 
 
 class Trained(NamedTuple):
-    """The classes that a recipe's `trainer` stands for: our trainer, TRL's trainer below it, and TRL's config."""
+    """The classes that the setting `trainer` of a recipe (a YAML file that describes a run) selects: this package's
+    trainer, TRL's trainer below it, and TRL's config."""
 
     trainer: type[Any]
     base: type[Any]
@@ -644,8 +663,13 @@ REWARDS: dict[str, Callable[..., Any]] = {
 
 
 def model_arguments(model: Any, args: Any) -> dict[str, Any]:
-    """Return the trainer arguments that TRL's `ModelConfig` specifies, and put its other settings into
-    `args.model_init_kwargs`."""
+    """Return the trainer arguments `peft_config` and `quantization_config` that TRL's `ModelConfig` specifies, and put
+    its settings for loading the model into `args.model_init_kwargs`.
+
+    Args:
+        model: a `trl.ModelConfig`.
+        args: the run's `GRPOConfig` or `RLOOConfig`.
+    """
     said = {
         "revision": model.model_revision,
         "trust_remote_code": args.trust_remote_code,
@@ -660,22 +684,32 @@ def model_arguments(model: Any, args: Any) -> dict[str, Any]:
 
 
 def assistant_message(tokenizer: Any, token_ids: list[int], prefix: list[int], tools: Sequence[Any]) -> dict[str, Any]:
-    """Parse a model's output, with its calls of `tools`, into a message as TRL does; `prefix` holds all ids before the
-    output."""
+    """Parse the ids that a model generated into an assistant message as TRL does, with its tool calls.
+
+    Args:
+        token_ids: the generated ids.
+        prefix: all ids before them.
+        tools: the functions that the model may call.
+    """
     if getattr(tokenizer, "response_template", None) is None:
         add_response_schema(tokenizer)
     return parse_response(tokenizer, token_ids, prefix=prefix, tools=list(tools))  # type: ignore[no-any-return]
 
 
 class SessionCallback(TrainerCallback):  # type: ignore[misc]
-    """A callback that tells the session what the training loop does."""
+    """A callback that tells the session when training starts, steps and logs.
+
+    Args:
+        starts: called with the number of finished optimizer steps when training starts, before the session is opened.
+    """
 
     def __init__(self, session: Session, starts: Callable[[int], None]) -> None:
         self._session, self._starts = session, starts
         self._first: FirstStep | None = None
 
     def on_train_begin(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
-        """Open the session: by now the model is prepared and sharded, and its checkpoint is loaded."""
+        """Open the session, which starts the engine: by now the model is prepared and sharded, and its checkpoint is
+        loaded."""
         session = self._session
         trains = not session.config.rollout_only
         if trains:
@@ -686,16 +720,18 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
         self._first = FirstStep(session.policy, session.ranks) if followed else None
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Record the state from which the first steps start."""
+        """Record the weights before each of the first steps, so that `on_optimizer_step` can check that they
+        changed."""
         if self._first is not None:
             self._first.begins(kwargs["optimizer"])
 
     def on_log(self, *args: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        """Pass the log line to the plugins, which have no callbacks of their own."""
+        """Pass the log line to the plugins' hook `trlx_log`."""
         self._session.host.call("trlx_log", session=self._session, metrics=dict(logs or {}))
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Increase the weight version, and check that the first steps changed some weights."""
+        """Increase the weight version, so that the next rollout begins with a weight sync, and check that the first
+        steps changed some weights."""
         if not self._session.config.rollout_only:
             self._session.versions.changed()
         if self._first is not None:
@@ -703,8 +739,12 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _refuse_other_than_numbers(name: str, values: Sequence[object], host: Host) -> None:
-    """Raise a PluginError for a metric that is not a number, before TRL takes the mean and fails without naming a
-    plugin."""
+    """Raise a PluginError if a metric of a plugin is not a number: TRL would fail on its mean without naming a plugin.
+
+    Args:
+        name: name of the metric.
+        values: its values.
+    """
     for value in values:
         if not isinstance(value, Number) and getattr(value, "shape", None) != ():
             plugins = ", ".join(str(plugin) for plugin in host.plugins)

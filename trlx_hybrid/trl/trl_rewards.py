@@ -26,7 +26,8 @@ READS_FIRST = ("trl.rewards.format_rewards", "trl.rewards.accuracy_rewards")
 def warn(
     functions: Any, prompt_ids: Sequence[Sequence[int]], processor: Any, parse: Callable[..., Any], tools: bool
 ) -> None:
-    """Warn of TRL's reward functions that cannot see what they reward, judged by the rendered prompts of a batch.
+    """Warn of TRL's reward functions that cannot see the part of a completion which they reward. Called for a run's
+    first batch, whose rendered prompts show it.
 
     Args:
         functions: the trainer's `reward_funcs`.
@@ -48,7 +49,14 @@ def warn(
 
 
 def _problems(function: Any, opened: int, rows: int, moved: bool, tools: bool) -> Iterator[str]:
-    """Yield a text for each part of a completion that a function does not see, with the way out."""
+    """Yield a warning for each part of a completion that a function does not see, with what the user can do.
+
+    Args:
+        opened: how many prompts of the batch end in `<think>`.
+        rows: how many prompts the batch has.
+        moved: whether the tokenizer's parser moves reasoning out of a message's `content`.
+        tools: whether the run has any tools.
+    """
     name = getattr(_called(function), "__name__", "")
     if name == "think_format_reward" and opened and not moved:
         yield (
@@ -78,8 +86,8 @@ def _called(function: Any) -> Any:
 
 
 def _is_trls(function: Any) -> bool:
-    """Return whether a function is TRL's own. A user's wrapper around it, whatever its name, does not count: it may be
-    the way out."""
+    """Return whether a reward function is TRL's own. A user's wrapper around one does not count, whatever its name: it
+    may already solve what is warned of."""
     return getattr(function, "__module__", None) in READS_FIRST and not hasattr(function, "__wrapped__")
 
 

@@ -1,4 +1,5 @@
-"""The rows of a batch that count as truncated, as the engine reports it.
+"""Truncated completions: which rows of a batch the engine reports as cut at their limit, and how they are masked and
+counted.
 
 TRL 1.16 takes a completion for truncated unless its last token is an end token or padding. With `stop`,
 `stop_token_ids` or `ignore_eos` that is wrong: every row that ended properly counts as truncated, and
@@ -22,22 +23,24 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 MASKS = "mask_truncated_completions"
-"""TRL's setting, an attribute of its GRPO and RLOO trainers."""
+"""The name of TRL's setting, and of the attribute of its GRPO and RLOO trainers, that excludes truncated completions
+from the loss."""
 
 BY_ENGINE, BY_TOKEN = "those whose finish_reason is 'length'", "those that end with no end token, as in TRL"
-"""The two rules for truncated completions, in the words of the run's header and of recordings."""
+"""The two rules for which completions count as truncated, in the words of the run's header and of recordings."""
 
 TERMINATED = tuple(f"completions/{name}_terminated_length" for name in ("mean", "min", "max"))
 
 
 def by_last_token(trainer: Any, completion_ids: Sequence[Sequence[int]]) -> list[bool]:
-    """Return whether each row is truncated by TRL's rule."""
+    """Return whether each row is truncated by TRL's rule: its last token is neither an end token nor padding."""
     ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
     return [not row or row[-1] not in ends for row in completion_ids]
 
 
 def rule_of(trainer: Any) -> str:
-    """Return the rule for truncated completions in this run, as far as it is known before sampling."""
+    """Return which of BY_ENGINE and BY_TOKEN decides about truncated completions in this run, as far as it is known
+    before sampling."""
     custom = getattr(trainer, "rollout_func", None)
     replays = trainer.session.config.replay is not None
     ours = replays or not trainer.session.selection.stock
@@ -47,7 +50,12 @@ def rule_of(trainer: Any) -> str:
 
 
 def truncated_rows(trainer: Any, prompt_ids: Sequence[Any], completion_ids: Sequence[Any]) -> list[bool]:
-    """Return whether each row was cut at its limit: as the rollout reports, or by TRL's rule where it does not."""
+    """Return whether each row was cut at its limit: as its finish reason says, or by TRL's rule where that is not
+    known.
+
+    Args:
+        prompt_ids, completion_ids: ids of each row.
+    """
     rows, endings = by_last_token(trainer, completion_ids), trainer.session.endings
     said = [endings.truncated(*row) for row in zip(prompt_ids, completion_ids, strict=True)]
     if getattr(trainer, MASKS, False) and not trainer.session.selection.stock and any(known is None for known in said):
@@ -56,7 +64,8 @@ def truncated_rows(trainer: Any, prompt_ids: Sequence[Any], completion_ids: Sequ
 
 
 def correct_metrics(trainer: Any, lengths: Sequence[int], rule: Sequence[bool], rows: Sequence[bool]) -> None:
-    """Replace TRL's metrics of truncated rows, where its rule gives other rows. Collective.
+    """Replace TRL's metrics of truncated and terminated completions, if TRL's rule and the finish reasons differ for
+    some row. Collective.
 
     Args:
         lengths: lengths of this rank's completions, as TRL counts them.
@@ -79,15 +88,20 @@ def correct_metrics(trainer: Any, lengths: Sequence[int], rule: Sequence[bool], 
 
 
 class Truncation:
-    """A mixin right before TRL's trainer, after all other mixins, that masks truncated rows where TRL would mask
-    others."""
+    """A mixin that excludes truncated rows from the loss (`mask_truncated_completions`) by their finish reason, where
+    TRL's rule would mask other rows. It comes right before TRL's trainer, after all other mixins."""
 
     _truncated: list[bool] | None = None  # for each row that was generated last
     _masked: Tensor | None = None  # (B,) bool: truncated rows of the batch being scored, if TRL's rule gives others
     _made_mask = False  # the batch had no loss mask, and got one for this masking
 
     def _hands_on(self, generated: Any) -> Any:
-        """Return what TRL should take as the result of `_generate`, for the batch that it is about to score."""
+        """Return a rollout's result as TRL should go on with it. If the truncated rows are others than by TRL's rule,
+        TRL's own masking is switched off for the batch, and for GRPO the rows' loss masks are set to 0.
+
+        Args:
+            generated: the result of TRL's `_generate`.
+        """
         trainer: Any = self
         self._masked = None
         ids, rows = generated[1], self._truncated
@@ -103,7 +117,8 @@ class Truncation:
         return (prompts, ids, [[0] * len(m) if cut else m for m, cut in zip(known, rows, strict=True)], *rest)
 
     def _attended(self, attention_mask: Tensor, completion_length: int) -> Tensor:
-        """Return the attention mask without the completions of truncated rows, while a batch is scored.
+        """Return the attention mask with which a batch is scored: 0 over the completions of truncated rows that are
+        masked here.
 
         Args:
             attention_mask: (B, P + T).

@@ -1,4 +1,4 @@
-"""Tokens whose log-prob the sampler does not know: they are counted, and excluded from training.
+"""Tokens for which the sampler returned no log-prob: they are counted, and excluded from training.
 
 TRL 1.16 gives them an importance ratio of 1, as if sampler and trainer agreed on them.
 """
@@ -21,7 +21,8 @@ def unscored(batch: Mapping[str, Any]) -> Tensor:
 
 
 def left_out(ratio: Tensor, without: Tensor) -> Tensor:
-    """Return the ratio of each token, 0 for tokens without a log-prob.
+    """Return the importance ratio of each token, with 0 for tokens without a log-prob, so that they do not count in the
+    loss.
 
     Args:
         ratio: (B, T), or (B, 1) for whole sequences.

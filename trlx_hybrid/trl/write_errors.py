@@ -1,4 +1,5 @@
-"""Errors of writing a checkpoint: each rank holds its error until all ranks meet, and then all ranks raise it."""
+"""Errors of writing a checkpoint: each rank stores its error until all ranks have finished writing, and then all ranks
+raise it together."""
 
 from __future__ import annotations
 
@@ -28,10 +29,11 @@ class WriteErrors:
 
     @contextmanager
     def held(self, ours: bool = False) -> Iterator[None]:
-        """Hold the error of a file that cannot be written inside. Other errors are raised.
+        """Return a context that stores the error of a file that cannot be written, instead of raising it. Other errors
+        are raised.
 
         Args:
-            ours: whether to hold this package's errors as well.
+            ours: whether to store this package's errors as well.
         """
         try:
             yield
@@ -42,21 +44,24 @@ class WriteErrors:
 
     @contextmanager
     def at_once(self, checkpoint: Path) -> Iterator[None]:
-        """Raise an error where it occurs: the write inside is one that other ranks wait for. The error ends this
-        process, and the launcher ends the others.
+        """Return a context in which an error is raised where it occurs, with a message that says what to do: other
+        ranks wait for the write inside, so the error must end this process, and the launcher ends the others.
+
+        Args:
+            checkpoint: the checkpoint that is being written.
 
         Raises:
-            HybridError: the part cannot be written.
+            HybridError: a part of the checkpoint cannot be written.
         """
         with named(lambda error: _text(error, checkpoint)):
             yield
 
     def tell(self, ranks: Ranks, checkpoint: Path) -> None:
-        """Meet the other ranks, and raise an error on all of them if one could not write. Collective.
+        """Wait for the other ranks, and raise the stored error on all of them if one rank has any. Collective.
 
         Raises:
             HybridError: on every rank, if any rank has an error. Names the checkpoint, the free space on its disk, and
-                the way out.
+                what to do.
         """
         first, self._first = self._first, None
         own = None if first is None else str(first) if isinstance(first, HybridError) else _text(first, checkpoint)

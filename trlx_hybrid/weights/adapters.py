@@ -1,4 +1,4 @@
-"""PEFT's adapters in a model: the layers that hold them, their parameters, and which of them are active."""
+"""Functions about the PEFT adapters in a model: the layers that hold adapters, their parameters, and their state."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 
 
 def tuned(model: Any) -> bool:
-    """Return whether a model is a PEFT model whose layers are adapted. False for prompt learning, which adapts no
-    layer."""
+    """Return whether a model is a PEFT model with adapted layers, such as LoRA's. False for prompt learning, which
+    adapts no layer."""
     if "peft" not in sys.modules or not hasattr(model, "peft_config"):
         return False
     from peft import PeftModel
@@ -23,7 +23,7 @@ def tuned(model: Any) -> bool:
 
 
 def adapter_layers(modules: Iterable[nn.Module]) -> list[Any]:
-    """Return the PEFT layers and wrappers among some modules."""
+    """Return those modules that are PEFT's own: its tuner layers, and its wrappers such as `ModulesToSaveWrapper`."""
     if "peft" not in sys.modules:
         return []
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -49,10 +49,11 @@ def held_by(layer: Any) -> Iterator[tuple[str, nn.Parameter]]:
 
 @contextmanager
 def adapters_kept(model: Any, modules: Iterable[nn.Module] | None = None) -> Iterator[None]:
-    """Restore a PEFT model's adapters on exit: which ones are active, and which parameters require gradients.
+    """Restore the state of a PEFT model's adapters on exit: which ones are active, and which parameters of the model
+    require gradients. Does nothing for other models.
 
     Args:
-        modules: all modules of the model, where the caller has them.
+        modules: all modules of the model, where the caller has listed them already.
     """
     if not tuned(model):
         yield

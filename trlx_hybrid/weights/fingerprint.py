@@ -1,9 +1,9 @@
-"""A fingerprint: a number that changes whenever a tensor is written to, at the cost of reading the tensors once.
+"""A fingerprint of tensors: a number that changes when any tensor is written to, at the cost of reading them once.
 
 No counter can replace it: torch's `_version` does not move when a fused optimizer or a write to `.data` changes a
-tensor. So the bits are read and summed as 64-bit integers, twice: each tensor is cut into squares, and the sums of a
-square's rows and of its columns depend on where each element stands. These few sums are then hashed with their
-positions.
+tensor. So the bits of each tensor are read as 64-bit integers ("words") and laid out as square matrices. The sums of a
+square's rows and those of its columns together depend on where each element stands. These few sums are then hashed with
+their positions.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch._utils import _flatten_dense_tensors
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SIDE = 2047
-"""Words in a row of a square, and its largest number of rows: 32 MiB, so that a GPU's cache still has the square for
-the second sum. Both are odd: an even number of equal changes of the highest bit, the sign of a weight, would add up to
-0."""
+"""The number of 64-bit words in a row of a square, and the largest number of its rows: 32 MiB, so that a GPU's cache
+still has the square for the second sum. Both numbers are odd: an even number of equal changes of the highest bit, which
+is the sign of a weight, would add up to 0."""
 SQUARE = 8 * SIDE * SIDE  # bytes
 SMALL = 1 << 21  # bytes: smaller tensors share a square
 SAMPLED = 64  # elements of each tensor that is sampled
@@ -29,15 +29,15 @@ FACTORS = (-7046029254386353131, -4658895280553007687)  # splitmix64's factors, 
 
 @torch.no_grad()
 def fingerprint(*groups: Iterable[Tensor]) -> int:
-    """Return a number over all bits of the tensors and their order. Reads each tensor once and synchronises once per
+    """Return a hash of all bits of the tensors and of their order. Reads each tensor once and synchronises once per
     device.
 
-    One changed element always changes two sums. Changes that leave the sums of all rows and columns equal are missed:
-    four elements at the corners of a rectangle that swap two values.
+    One changed element always changes the sums of its row and its column. Changes that leave the sums of all rows and
+    columns equal are missed, for instance where four elements at the corners of a rectangle swap two values.
 
     Args:
-        groups: tensors of any dtype, shape and device. The number does not depend on shapes and dtypes. Tensors of
-            different groups never share a square.
+        groups: tensors of any dtype, shape and device. The hash does not depend on shapes and dtypes. Tensors of
+            different groups are never summed together.
     """
     sums: dict[torch.device, list[Tensor]] = {}
     for square in itertools.chain.from_iterable(map(_squares, groups)):
@@ -47,7 +47,8 @@ def fingerprint(*groups: Iterable[Tensor]) -> int:
 
 @torch.no_grad()
 def sample(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return about 64 elements of each tensor, spread evenly over it, concatenated per dtype and device."""
+    """Return about 64 elements of each tensor, spread evenly over it, concatenated per dtype and device: cheap to
+    compare where most writes change many elements."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         count = tensor.numel()
@@ -61,11 +62,11 @@ def sample(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _squares(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the tensors as 64-bit words, at most one square's worth at a time; small tensors of one dtype share a
-    square.
+    """Yield the bits of the tensors as 64-bit words, (n,) int64 with n of at most SIDE * SIDE; small tensors of one
+    dtype and device are joined.
 
-    An adapter has hundreds of small tensors, and each operation on one takes longer to launch than to run. So one call
-    concatenates them before they are viewed as words.
+    An adapter has hundreds of small tensors, and an operation on one of them takes longer to launch than to run. So one
+    call concatenates them before they are viewed as words.
     """
     waiting: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     held: dict[tuple[torch.device, torch.dtype], int] = {}
@@ -98,8 +99,9 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _sums(words: Tensor) -> list[Tensor]:
-    """Return the sums of columns and of rows, and the remaining words, which do not fill an odd number of rows, as they
-    are."""
+    """Return the parts of a fingerprint that one square contributes. The words are laid out as a matrix with SIDE
+    columns and an odd number of rows. Its column sums and its row sums are returned, then the words that are left over,
+    as they are; fewer words than one row are returned as they are."""
     rows = len(words) // SIDE
     rows -= rows > 0 and rows % 2 == 0
     square, rest = words[: rows * SIDE].view(rows, SIDE), words[rows * SIDE :]
@@ -107,7 +109,7 @@ def _sums(words: Tensor) -> list[Tensor]:
 
 
 def _mixed(sums: Tensor) -> Tensor:
-    """Return one number over the sums and their positions: the sum of their splitmix64 hashes."""
+    """Return the sum of the splitmix64 hashes of some sums and their positions, a scalar int64."""
     hashed = sums + torch.arange(1, len(sums) + 1, device=sums.device) * FACTORS[0]
     for factor in FACTORS:
         # a logical shift, which int64 tensors do not have

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NO_GRADIENT = 1e-6
-"""The size above which a gradient must change a weight. Adam divides by the gradient's size plus 1e-8: a gradient far
-above that makes a full step, one below it makes none."""
+"""The absolute value above which a gradient must change its weight. Adam divides by the gradient's size plus 1e-8, so a
+gradient far above that makes a full step, and one below it makes hardly any."""
 
 PLAIN = ("torch.optim.", "transformers.optimization")
-"""Modules of optimizers that write to the tensors that they are given. Others may hold copies, or slices of flat
-buffers."""
+"""Prefixes of the modules whose optimizers write to the parameters that they are given. Other optimizers may hold
+copies of them, or slices of flat buffers."""
 
 HALF = (
     "In float16 the squares of small gradients are 0, and Adam divides by their root. Load the model in float32 "
@@ -85,7 +85,8 @@ def refuse_idle(policy: Policy, optimizer: Any) -> None:
 
 
 def _why(policy: Policy) -> str:
-    """Return why a policy trains nothing, as far as its adapters tell, and how to change that."""
+    """Return sentences for an error message: why no parameter of a policy requires gradients, and how to change
+    that."""
     if not policy.adapters:
         return (
             "All of its weights are frozen, as `merge_and_unload()` leaves them. Either train them all "
@@ -126,7 +127,7 @@ class FirstStep:
         self._done = False
 
     def begins(self, optimizer: Any) -> None:
-        """Record the weights before a step; call it when the step's learning rate is known."""
+        """Record a digest of the weights before an optimizer step; call it when the step's learning rate is set."""
         self._before = None
         rate = max((float(group.get("lr") or 0) for group in optimizer.param_groups), default=0.0)  # Adafactor has None
         if rate <= 0 or (self._done and self._sizes.over):
@@ -143,9 +144,9 @@ class FirstStep:
         """Check the step that the optimizer has just taken, while the gradients are still there. Collective.
 
         Raises:
-            SyncError: no bit of any trainable weight has changed, on any rank, or ranks that each hold all weights hold
-                different ones, or gradient checkpointing keeps gradients from some of them, or the step moved weights
-                further than its learning rate can.
+            SyncError: no bit of any trainable weight has changed on any rank; or unsharded weights differ between
+                ranks; or gradient checkpointing keeps gradients from some weights; or the step moved weights further
+                than its learning rate can.
         """
         before, self._before = self._before, None
         self._blocks.close()
@@ -221,9 +222,10 @@ def _has_gradient(p: nn.Parameter) -> bool:
 
 
 class ReentrantBlocks:
-    """Records whether layers that are checkpointed with use_reentrant=True get inputs that require gradients.
+    """Records by forward hooks whether layers that are checkpointed with use_reentrant=True get inputs that require
+    gradients.
 
-    Such a layer gets gradients only if some input tensor requires them, even where its weights do.
+    The weights of such a layer get gradients only if some input tensor of the layer requires them.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -243,8 +245,12 @@ class ReentrantBlocks:
         self._hooks = []
 
     def cut(self, without: dict[str, nn.Parameter]) -> list[str]:
-        """Return, of the parameters in `without` (those without gradients), the names of those that can never get
-        one."""
+        """Return the names of the parameters in `without` that can never get a gradient, because no input of their
+        layer requires one.
+
+        Args:
+            without: parameters that got no gradient, by name.
+        """
         cut = {id(p) for block, fed in self._fed.items() if not fed for p in block.parameters()}
         return [name for name, p in without.items() if id(p) in cut]
 

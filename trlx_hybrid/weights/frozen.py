@@ -1,4 +1,4 @@
-"""Frozen weights: which ones no optimizer changes, and whether something wrote to them all the same."""
+"""A record of frozen weights, to detect whether something other than the optimizer wrote to them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,12 @@ class Frozen:
         return self._states.keys()
 
     def changed(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Return whether some weights that are frozen now may hold other bits than at the last call."""
+        """Return whether some of the frozen weights may hold other bits than at the last call, or were not
+        frozen then.
+
+        Args:
+            tensors: the weights that are frozen now, by name.
+        """
         states = {name: (id(t), t.untyped_storage()._cdata, t._version) for name, t in tensors.items()}
         news = any(self._states.get(name) != state for name, state in states.items())
         before, bits = self._bits, self._sampled()

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class GatherSync(WeightSync):
-    """Materialises the policy's weights group by group and hands them to the engine in one streamed load.
+    """The weight sync `gather`: makes the policy's weights full tensors, layer by layer, and streams them into the
+    engine's own loader.
 
     Each sync moves the full model (all-gathered first where it is sharded) and needs the memory of one more layer.
     Adapters are merged out of place, so the trainer's weights stay bitwise what they were.
@@ -30,7 +31,7 @@ class GatherSync(WeightSync):
         self._policy, self._engine, self._source = policy, engine, source
 
     def refuses(self) -> str | None:
-        """Return why the weights cannot be read in full, or None."""
+        """Return why the policy's weights cannot be read in full, or None."""
         return self._policy.refuses_gather()
 
     def sync(self) -> LoadReport:

@@ -1,4 +1,4 @@
-"""PEFT adapters merged into plain modules out of place, so that the trainer's weights stay as they are.
+"""Merging of PEFT adapters into copies of their base weights, so that the trainer's weights stay as they are.
 
 PEFT's own `merge_adapter` writes into the base weights and subtracts the adapter again afterwards, which leaves
 rounding behind at every sync. Here the base tensor is saved before the merge and restored afterwards, bit for bit.
@@ -21,7 +21,8 @@ from .sharded import unsharded
 
 @dataclass(frozen=True, slots=True)
 class AdaptedModule:
-    """A module under PEFT: the layers that adapt it, outermost first, and the module that they wrap."""
+    """A module of the base model under PEFT: the PEFT layers that adapt it, outermost first, and the module that they
+    wrap."""
 
     layers: tuple[Any, ...]
     base: nn.Module
@@ -39,8 +40,8 @@ class AdaptedModule:
 
     @torch.no_grad()
     def merged(self) -> dict[str, Tensor]:
-        """Return the wrapped module's parameters with every active adapter merged; they stay valid afterwards. For
-        sharded parameters these are shards where PEFT can merge DTensors, as it can for plain LoRA; else full tensors.
+        """Return the wrapped module's parameters by name, with every active adapter merged into copies. Sharded
+        parameters stay sharded where PEFT can merge DTensors, as it can for plain LoRA; else full tensors are returned.
 
         Raises:
             SyncError: PEFT cannot merge one of the adapters.
@@ -84,7 +85,7 @@ def _merge(layer: Any) -> None:
 
 
 def adapted(module: nn.Module) -> AdaptedModule | None:
-    """Return an AdaptedModule for `module`, or None where it is no PEFT layer or wrapper."""
+    """Return the AdaptedModule that a PEFT layer or wrapper stands for; None for any other module."""
     if "peft" not in sys.modules:  # without it there is no PEFT model, and importing it takes a second
         return None
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -105,8 +106,8 @@ def adapted(module: nn.Module) -> AdaptedModule | None:
 
 
 def adapted_modules(model: nn.Module) -> Iterator[tuple[str, AdaptedModule]]:
-    """Yield each adapted module with its name. Where several layers adapt one module, the name is that of the
-    outermost."""
+    """Yield (name, AdaptedModule) for each module of a model that PEFT adapts. Where several PEFT layers adapt one
+    module, the name is that of the outermost layer."""
     seen: set[int] = set()
     for name, module in model.named_modules():
         found = None if id(module) in seen else adapted(module)
@@ -116,7 +117,8 @@ def adapted_modules(model: nn.Module) -> Iterator[tuple[str, AdaptedModule]]:
 
 
 def beyond_lora(model: Any) -> str | None:
-    """Return why the adapters of a transformers model are not plain LoRA on one layer's weight at a time, or None."""
+    """Return why some adapter of a transformers model is more than plain LoRA on a single layer's weight, or None where
+    all are plain LoRA."""
     found = list(adapted_modules(model))
     if found and untied_head(model) is not None:
         return "adapters part the output head from the embeddings that it is tied to (`gather` serves that)"
@@ -135,8 +137,9 @@ def _beyond_lora(layer: Any) -> str | None:
 
 
 def untied_head(model: Any) -> nn.Module | None:
-    """Return the output head of a transformers model whose config ties it to the input embeddings, where adapters
-    change only one of the two: it then has weights of its own, in the engine too. Return None otherwise."""
+    """Return the output head of a transformers model if its config ties the head to the input embeddings, but adapters
+    change only one of the two: the head then has weights of its own, and needs them in the engine, too. Return None
+    otherwise."""
     configs = model.config, model.config.get_text_config()  # a vision-language model's text config may not have it
     if not any(getattr(config, "tie_word_embeddings", False) for config in configs):
         return None

@@ -1,4 +1,5 @@
-"""The model being trained, in the form that the engine needs, whatever wraps, shards or adapts it."""
+"""A view of the model being trained: its weights in the form that the engine needs, whatever wraps, shards or adapts
+the model."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class Policy:
         processing_class: the trainer's tokenizer or processor.
         device: where full tensors are to be materialised.
         fsdp_version: 1, 2, or None without FSDP.
-        gather: context manager that materialises ZeRO-3 parameters; does nothing otherwise.
+        gather: takes a list of ZeRO-3 parameters and returns a context manager in which they are full; None without
+            ZeRO-3.
     """
 
     def __init__(
@@ -65,25 +67,26 @@ class Policy:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The trainer's model and all modules inside it, in the order of `module.modules()`, as of the last `look`;
-        looks anew where the trainer's model is another object. Cached because a step reads it a dozen times."""
+        """The trainer's model and all modules inside it, in the order of `module.modules()`, as found by the last call
+        of `look`. They are listed anew where the trainer's model has become another object. Cached because a step reads
+        them a dozen times."""
         if self._tree.root is not self.module:
             self.look()
         return self._tree.modules
 
     def look(self) -> None:
-        """Refresh `modules` where the module tree has changed; call it at the beginning of every rollout."""
+        """List `modules` anew if the model's module tree has changed; call it at the beginning of every rollout."""
         self._others |= self._tree.changed(self.module)
 
     def other_modules(self) -> bool:
-        """Look, and return whether other modules were found since the last call of this method."""
+        """Call `look`, and return whether the module tree has changed since the last call of this method."""
         self.look()
         found, self._others = self._others, False
         return found
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters of all `modules`, each once."""
+        """The parameters of the model's modules, each once."""
         return parameters_in(self.modules)
 
     @property
@@ -103,12 +106,13 @@ class Policy:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that most parameter values have. 4-bit weights do not count."""
+        """The dtype of the largest number of parameter values. Weights held in 4 bits do not count."""
         return self._sizes.most_common(1)[0][0]
 
     @property
     def dtypes(self) -> list[torch.dtype]:
-        """The dtypes of all parameters, most common first."""
+        """The floating-point dtypes of the parameters, the one with most values first. Weights held in 4 bits do not
+        count."""
         return [dtype for dtype, _ in self._sizes.most_common()]
 
     @property
@@ -122,7 +126,7 @@ class Policy:
 
     @property
     def in_4_bits(self) -> bool:
-        """True where bitsandbytes holds some of the base's weights in 4 bits."""
+        """True where bitsandbytes holds some of the base model's weights in 4 bits."""
         return any(map(quantised.in_4_bits, self.base.parameters()))
 
     @property
@@ -142,7 +146,7 @@ class Policy:
         """Return why full weights cannot be read from this model, or None.
 
         Args:
-            merge: as in `full_weights`.
+            merge: whether adapters are to be merged into the weights, as by `full_weights(merge=True)`.
         """
         if self.fsdp_version == 1:
             return "FSDP1 flattens parameters. Set `fsdp_version: 2` in the accelerate config."
@@ -173,15 +177,16 @@ class Policy:
         return None
 
     def full_weights(self, only: Set[str] | None = None, merge: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter and persistent buffer in full under its checkpoint name; one layer's tensors live at a
-        time.
+        """Yield (checkpoint name, full tensor) for every parameter and persistent buffer. Only one layer's tensors are
+        in memory at a time.
 
         In-memory names are not checkpoint names in transformers 5 (fused experts, multimodal prefixes), so each
         layer goes through the model's own conversion (`transformers.core_model_loading.revert_weight_conversion`).
 
         Args:
-            only: checkpoint names to yield; layers known to hold none of them are not materialised.
-            merge: whether to merge the adapters, out of place; else the base weights are yielded as they are.
+            only: checkpoint names to yield, None for all; layers known to hold none of them are not gathered.
+            merge: whether to merge adapters into copies of the base weights; else the base weights are yielded as they
+                are.
         """
         base = self.base
         convert = _conversion(base)
@@ -196,7 +201,7 @@ class Policy:
                 yield from ((name, tensor) for name, tensor in tensors.items() if only is None or name in only)
 
     def base_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the base model's own parameters by in-memory name; tied ones come once, adapters are left out."""
+        """Return the parameters of the base model, without adapters, by in-memory name; a tied parameter comes once."""
         found = ((name, read()) for name, read in _weights(self.base, "", set()))
         return {name: p for name, p in found if isinstance(p, nn.Parameter)}
 
@@ -207,8 +212,8 @@ class Policy:
         return convert(found) if convert else found
 
     def base_slots(self) -> dict[str, tuple[dict[str, nn.Parameter | None], str]]:
-        """Return, for each of `base_parameters`, the `_parameters` dict of its module and its key there. This place
-        stays valid when another parameter takes the old one's (`load_state_dict(assign=True)`)."""
+        """Return, by name, where each of `base_parameters` is stored: the `_parameters` dict of its module, and its key
+        there. The place stays valid when the parameter is replaced by another (`load_state_dict(assign=True)`)."""
         slots: dict[int, tuple[dict[str, nn.Parameter | None], str]] = {}
         for module in self.base.modules():
             for key, parameter in module._parameters.items():
@@ -216,7 +221,7 @@ class Policy:
         return {name: slots[id(p)] for name, p in self.base_parameters().items()}
 
     def reshard(self) -> None:
-        """Bring every parameter back to its sharded state, which the optimizer steps: FSDP2 leaves some modules
+        """Bring every parameter back to its sharded state, in which the optimizer updates it: FSDP2 leaves some modules
         unsharded after a forward pass."""
         if not (dist.is_available() and dist.is_initialized()):
             return  # FSDP2 needs a mesh
@@ -229,18 +234,23 @@ class Policy:
 
     @property
     def converts(self) -> bool:
-        """True where in-memory tensors differ from checkpoint tensors in name or shape."""
+        """True where transformers converts the model's in-memory tensors to checkpoint tensors of other names or
+        shapes."""
         return _conversion(self.base) is not None
 
     def checkpoint_parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the checkpoint tensors that the model's conversion makes of one in-memory tensor; most often that
-        tensor itself."""
+        """Convert one in-memory tensor to checkpoint tensors, as transformers does when it saves the model; most often
+        the result is the tensor itself under its own name.
+
+        Args:
+            name: in-memory name of the tensor.
+        """
         convert = _conversion(self.base)
         return convert({name: tensor}) if convert else {name: tensor}
 
     def checkpoint_names(self) -> list[str]:
-        """Return the names that `full_weights` yields. Collective, and costs a full pass, unless one has been made
-        before."""
+        """Return the checkpoint names that `full_weights` yields. Collective; gathers all weights once to learn the
+        names, unless `full_weights` has yielded all of them before."""
         layers = dict.fromkeys(_layer_of(name) for name, _ in _saved(self.base))
         if not layers.keys() <= self._names_of.keys():
             return [name for name, _ in self.full_weights()]
@@ -258,8 +268,8 @@ class Policy:
         return tensor
 
     def _merged(self, wrapped: AdaptedModule) -> dict[str, Tensor]:
-        """Return an adapted module's parameters with its adapters merged. Gathers ZeRO-3 parameters first, since there
-        is nothing to merge into before."""
+        """Return an adapted module's parameters by name with its adapters merged. ZeRO-3 parameters are gathered first:
+        before that they are empty, and nothing can be merged into them."""
         flat = [p for p in wrapped.parameters() if hasattr(p, "ds_id")]
         if self._gather is None or not flat:
             return wrapped.merged()
@@ -270,9 +280,9 @@ class Policy:
         """Return a number that changes when this rank's trainable weights change, or when frozen ones are written to or
         move in memory.
 
-        It covers every bit of the trainable weights, or of all weights where none is trainable. Of a frozen weight it
-        covers the storage, torch's version counter and about 64 values, since a write to `.data` does not move that
-        counter.
+        It covers every bit of the trainable weights, or of all weights where none is trainable. For a frozen weight it
+        covers the identity of its storage, torch's version counter and about 64 values, since a write to `.data` does
+        not move that counter.
         """
         parameters = self.parameters
         trainable = [p for p in parameters if p.requires_grad] or parameters
@@ -296,8 +306,8 @@ class Policy:
         )
 
     def digest(self, parameters: Iterable[nn.Parameter] | None = None) -> int:
-        """Return a number over every bit that this rank holds of some parameters, by default of all that require
-        gradients. Takes one pass over them, on the device."""
+        """Return a checksum of all bits that this rank holds of some parameters, by default of those that require
+        gradients, to compare before and after a step. Reads them once, on the device."""
         if parameters is None:
             parameters = (p for p in self.module.parameters() if p.requires_grad)
         total = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -307,7 +317,7 @@ class Policy:
         return int(total)
 
     def not_finite(self) -> list[str]:
-        """Return the names of the parameters of which this rank's part holds a NaN or an infinity. Parameters with
+        """Return the names of parameters whose part on this rank contains a NaN or an infinity. Parameters with
         one-byte elements are not checked."""
         parts = ((name, local(p)) for name, p in self.module.named_parameters())
         return [name for name, part in parts if part.element_size() > 1 and not bool(part.isfinite().all())]
@@ -316,10 +326,11 @@ class Policy:
     def log_probs(
         self, prompt_ids: Sequence[int], completion_ids: Sequence[int], temperature: float = 1.0, padding: int = 0
     ) -> Tensor:
-        """Return the teacher-forced log-probs of a completion, (T,) float32 on the CPU, with dropout off.
+        """Return the log-probs of a completion's tokens after its prompt, (T,) float32 on the CPU, from one forward
+        pass with dropout off.
 
         Args:
-            padding: tokens of padding before the prompt.
+            padding: number of masked padding tokens to put before the prompt.
         """
         module, first = self.module, padding + len(prompt_ids)
         ids = torch.tensor([[0] * padding + [*prompt_ids, *completion_ids]], device=self.device)
@@ -340,8 +351,8 @@ def local(p: nn.Parameter) -> Tensor:
 
 
 def _held(p: nn.Parameter) -> Tensor:
-    """Return this rank's part of a parameter as `local` does, but not detached: one operation less per tensor where no
-    gradients are recorded."""
+    """Return this rank's part of a parameter as `local` does, but not detached, which saves an operation per tensor
+    where no gradients are recorded."""
     part: Tensor | None = getattr(p, "ds_tensor", None)
     if part is not None:
         begin = dist.get_rank(p.ds_process_group) * part.numel()  # type: ignore[attr-defined]
@@ -351,15 +362,15 @@ def _held(p: nn.Parameter) -> Tensor:
 
 
 def _saved(model: nn.Module, merge: Merge | None = None) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Yield those of `_weights` that transformers writes into a checkpoint, including an output head that adapters have
-    untied."""
+    """Yield the (name, reader) pairs of `_weights` for the tensors that transformers writes into a checkpoint,
+    including an output head that adapters have untied from the embeddings."""
     ignored: Any = getattr(model, "_keys_to_ignore_on_save", None) or ()
     return ((name, read) for name, read in _weights(model, "", set(), merge, untied_head(model)) if name not in ignored)
 
 
 def modules_of(root: nn.Module, closed: tuple[type[nn.Module], ...] = ()) -> Iterator[nn.Module]:
-    """Yield the modules that `root.modules()` yields, in its order, for reads at every rollout and loss. It builds no
-    names, so it takes less than half of the time, which is 5 ms for adapters in 28 layers.
+    """Yield the modules that `root.modules()` yields, in the same order, in less than half of the time, since it builds
+    no names. `root.modules()` takes 5 ms for adapters in 28 layers, and modules are listed at every rollout and loss.
 
     Args:
         closed: types of modules that are yielded without the modules inside them.
@@ -375,14 +386,14 @@ def modules_of(root: nn.Module, closed: tuple[type[nn.Module], ...] = ()) -> Ite
 
 
 class ModuleTree:
-    """Detects that a model's module tree has changed, in less than 1 ms, where finding all weights takes 5. Holds weak
-    references only."""
+    """A record of a model's module tree, which detects in less than 1 ms that modules were added, removed or replaced,
+    where listing all modules takes 5. Holds weak references only."""
 
     def __init__(self) -> None:
         self._places: list[tuple[ref[nn.Module], dict[str, ref[nn.Module] | None]]] = []  # each module and its children
 
     def changed(self, root: nn.Module) -> bool:
-        """Return whether the module tree differs from the last call; True at the first."""
+        """Return whether the module tree below `root` differs from that of the last call; True at the first call."""
         if self.root is root and all(itertools.starmap(_has_children, self._places)):
             return False
         self._places = [
@@ -415,8 +426,8 @@ def _has_children(parent: ref[nn.Module], children: dict[str, ref[nn.Module] | N
 
 
 def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Return the modules' own parameters, each once; for `modules_of(root)` these are those of `root.parameters()`, in
-    its order.
+    """Return the parameters that some modules hold directly, each once. For `modules_of(root)` the result is that of
+    `root.parameters()`, in the same order.
 
     They are read anew at every call, since a parameter may be replaced between two rollouts without any event. To keep
     that cheap, modules without parameters, which are most in an adapted model, are skipped at once.
@@ -441,8 +452,15 @@ def transformers_model(module: nn.Module) -> PreTrainedModel:
 def _weights(
     module: nn.Module, prefix: str, seen: set[int], merge: Merge | None = None, parted: nn.Module | None = None
 ) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Yield (name, reader) for each parameter and persistent buffer in registration order. Tied ones come once, except
-    those of `parted`, which always come. Reading may merge adapters, so it is left to the reader function."""
+    """Yield (name, function that returns the tensor) for each parameter and persistent buffer of a module, in
+    registration order. The tensor comes from a function because reading it may merge adapters.
+
+    Args:
+        prefix: what comes before the names.
+        seen: ids of the tensors that were yielded already; a tied tensor comes once.
+        merge: merges the adapters of an adapted module; None yields base weights.
+        parted: a module whose tensors are yielded even if they were seen, such as an untied output head.
+    """
     seen = set() if module is parted else seen
     wrapped = adapted(module)
     if wrapped is not None:
@@ -490,13 +508,13 @@ def _finish_forward(module: Any) -> None:
 
 
 def _groups(state: Any) -> list[Any]:
-    """Return the parameter groups that FSDP2 gathers together, by the state of a sharded unit."""
+    """Return the groups of parameters that FSDP2 gathers together, from the FSDP2 state of a sharded module."""
     return [*filter(None, getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group])]
 
 
 def unit_settings(unit: Any) -> tuple[bool, bool]:
-    """Return whether FSDP2 reshards a module after its forward pass, and whether it keeps its shards in host memory.
-    FSDP2 takes both as arguments and exposes neither."""
+    """Return whether FSDP2 reshards a module after its forward pass, and whether it keeps the module's shards in host
+    memory. Both are read from FSDP2's internals, since it takes them as arguments and does not expose them."""
     groups = _groups(unit._get_fsdp_state())
     offloads = any(p.offload_to_cpu for group in groups for p in group.fsdp_params)
     return any(group.post_forward_mesh_info is not None for group in groups), offloads
@@ -508,8 +526,8 @@ def class_name(module: nn.Module) -> str:
 
 
 def layer_kinds(config: Any) -> set[str]:
-    """Return the kinds of a text model's layers, in the words of transformers' `layer_types`: "full_attention" attends
-    to all tokens before. A model without that list has sliding windows in all layers or in none."""
+    """Return the different kinds of a text model's layers, as in transformers' `layer_types`, e.g. "full_attention". A
+    config without that list has "sliding_attention" in all layers or "full_attention" in all."""
     windows = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     return set(getattr(config, "layer_types", None) or ["sliding_attention" if windows else "full_attention"])
 
@@ -522,13 +540,15 @@ def unwrapped_name(name: str) -> str:
 
 
 def _layer_of(name: str) -> str:
-    """Return a name up to its first layer number: the unit that is converted and materialised together."""
+    """Return a parameter's name up to its first layer number: the tensors with the same result are gathered and
+    converted together."""
     match = re.match(r".*?\.\d+\.", name)
     return match.group() if match else name.rpartition(".")[0]
 
 
 def _conversion(model: PreTrainedModel) -> Callable[[dict[str, Tensor]], dict[str, Tensor]] | None:
-    """Return the model's mapping from in-memory to checkpoint tensors, or None where they are the same."""
+    """Return a function that converts a model's in-memory tensors to checkpoint tensors, both by name; None where they
+    are the same."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from .policy import Policy
 
 SCALED = "llama_4_scaling_beta"
-"""The key of `rope_parameters` by which attention grows with the position, so that a shifted row has other log-probs
-although the model is rotary."""
+"""The key of `rope_parameters` that makes attention scale with the position, so that a shifted row has other log-probs
+although its model uses rotary embeddings."""
 
 
 def counts_positions(model: Any) -> bool:
@@ -46,7 +46,8 @@ def from_mask(attention_mask: Tensor) -> Tensor:
 
 
 def _fill(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """Add position ids to the arguments of a forward pass that has an attention mask but no position ids."""
+    """Add position ids to the arguments of a forward pass that has an attention mask but no position ids; a forward
+    pre-hook. Returns the new arguments, or None to leave them."""
     mask = kwargs.get("attention_mask")
     if kwargs.get("position_ids") is not None or not isinstance(mask, Tensor) or mask.ndim != 2:
         return None
@@ -56,7 +57,7 @@ def _fill(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 
 
 class Positions:
-    """Adds position ids of padded rows to models' forward passes, until `close` is called.
+    """Adds position ids, counted without left padding, to the forward passes of models, until `close` is called.
 
     Args:
         models: transformers models; a model that counts no positions, or takes no position ids, stays as it is.
@@ -75,7 +76,7 @@ class Positions:
 
 def check_positions(policy: Policy, autocast: torch.dtype) -> None:
     """Check that padding before a row does not change its log-probs. Collective; computes nothing for a model whose
-    attention sees only distances.
+    attention sees only distances between tokens.
 
     Args:
         autocast: dtype of the trainer's matrix products.

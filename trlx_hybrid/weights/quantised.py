@@ -24,8 +24,8 @@ def in_4_bits(p: Any) -> bool:
 
 
 def values(p: Any) -> Tensor:
-    """Return the dequantised weight as a new tensor of its original shape, bit for bit what `Linear4bit` casts to its
-    compute dtype."""
+    """Return a 4-bit weight dequantised, as a new tensor of its original shape: bit for bit the values that
+    `Linear4bit` casts to its compute dtype."""
     from bitsandbytes.functional import dequantize_4bit
 
     found: Tensor = dequantize_4bit(p.data, p.quant_state)
@@ -33,14 +33,14 @@ def values(p: Any) -> Tensor:
 
 
 def elements(p: Any) -> int:
-    """Return how many values a parameter has, also where it is quantised."""
+    """Return how many values a parameter has; for a 4-bit parameter, how many it had before it was packed."""
     return int(p.quant_state.shape.numel()) if in_4_bits(p) else int(p.numel())
 
 
 def keep_bits(modules: Iterable[Any]) -> None:
-    """Keep bitsandbytes from repacking the weights of some modules. On CPUs with AVX512-BF16 it would do so in the
-    first evaluation, round their scales, and compute in bfloat16 from then on: another policy than the one that trains.
-    Has no effect on a GPU."""
+    """Keep bitsandbytes from repacking the 4-bit weights of some modules. On CPUs with AVX512-BF16 it would repack them
+    in the first evaluation, round their scales, and compute in bfloat16 from then on, which is another policy than the
+    one that trains. Has no effect on a GPU."""
     for module in modules:
         if hasattr(module, REPACKS):
             setattr(module, REPACKS, False)

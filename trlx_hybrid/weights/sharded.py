@@ -1,4 +1,4 @@
-"""Gathering of sharded tensors: DTensors and modules in full."""
+"""Gathering of sharded tensors: full tensors of DTensors, and modules with full parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def is_sharded(p: Tensor) -> bool:
 
 
 def full(tensor: Any) -> Tensor:
-    """Return a DTensor in full. Offloaded shards are copied to the mesh's device first, where the gather runs."""
+    """Return a DTensor as a full tensor. Shards that are offloaded to host memory are first copied to the mesh's
+    device, where the gather runs."""
     kind = tensor.device_mesh.device_type
     return (tensor if tensor.device.type == kind else tensor.to(kind)).full_tensor()  # type: ignore[no-any-return]
 
@@ -48,14 +49,19 @@ def whole(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _sharded_dim(tensor: Any) -> int | None:
-    """Return the mesh dimension along which a DTensor's first dimension is split; None for other placements."""
+    """Return the mesh dimension over which a DTensor's first dimension is split; None for any other placement."""
     cut = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     plain = len(cut) == 1 and type(tensor.placements[cut[0]]).__name__ == "Shard" and tensor.placements[cut[0]].dim == 0
     return cut[0] if plain else None
 
 
 def _gather(tensors: Sequence[Any], mesh: Any, dim: int) -> list[Tensor]:
-    """Gather DTensors of one dtype, split along the first dimension, with one all-gather."""
+    """Gather DTensors of one dtype, all split along their first dimension, with one all-gather, and return full
+    tensors.
+
+    Args:
+        dim: mesh dimension over which the tensors are split.
+    """
     ranks = mesh.size(dim)
     here = [tensor._local_tensor for tensor in tensors]
     rows = [-(-tensor.shape[0] // ranks) for tensor in tensors]  # rows of a full piece

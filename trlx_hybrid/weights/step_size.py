@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from .policy import local
 
 STEPS = 4
-"""Number of steps that are checked. Fused AdamW computes its first step in float32, whatever dtype it then stores."""
+"""Number of optimizer steps that are checked; more than one, since fused AdamW computes its first step in float32
+whatever dtype it stores."""
 
 ELEMENTS = 4096
 """Number of elements of each tensor that are checked, spread evenly over it."""
@@ -21,12 +22,13 @@ FACTOR = 100.0
 learning rate."""
 
 SHARE = 1e-3
-"""The share of the checked elements that may move further. Optimizers that bound the mean square of a step by the
-learning rate (Adafactor, Muon) move at most a ten-thousandth of the elements by more than 100 times as much."""
+"""The share of the checked elements that may move further than FACTOR allows. Optimizers that bound the mean square of
+a step by the learning rate (Adafactor, Muon) move at most a ten-thousandth of the elements by more than 100 times as
+much."""
 
 
 class StepSizes:
-    """Compares a sample of the weights before and after each of the first steps."""
+    """A check that compares a sample of the weights before and after each of the first optimizer steps."""
 
     def __init__(self) -> None:
         self._left = STEPS
@@ -42,6 +44,7 @@ class StepSizes:
         """Keep a sample of the weights from before a step.
 
         Args:
+            trained: the parameters that the optimizer updates, by name.
             rate: the largest learning rate of the step.
         """
         self._before, self._rate = {}, rate
@@ -50,7 +53,8 @@ class StepSizes:
 
     @torch.no_grad()
     def ended(self, trained: Mapping[str, nn.Parameter]) -> str | None:
-        """Return why the step that has ended went too far, or None."""
+        """Return how far the step that has ended moved the weights where that is too far, as the end of an error
+        message; else None. Arguments as for `begins`."""
         before, self._before = self._before, {}
         if not before:
             return None

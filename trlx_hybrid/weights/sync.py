@@ -1,4 +1,4 @@
-"""Weight versions: what the engine holds, the sync that brings it up to date, and the checks of that sync."""
+"""The weight versions of policy and engine: the sync that brings the engine up to date, and the checks of that sync."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ class WeightVersions:
     modules, and which adapters are active with which scaling.
 
     Args:
-        memory: frees memory where the device cannot hold policy and KV cache at once.
+        memory: the trainer's memory, offloaded where the device cannot hold policy and KV cache at once.
         engine: the component that built the engine; None where TRL generates.
         sampling: returns the run's current sampling parameters.
         autocast: dtype of the trainer's matrix products.
-        call: calls a hook.
+        call: calls a hook of all plugins, by its name and its keyword arguments.
 
     Attributes:
         version: weight version of the policy; grows with every optimizer step, checkpoint load and adapter load.
-        engine_version: version of the weights in the engine, None when it holds none to sample from.
+        engine_version: version of the weights in the engine; None while it holds no complete weights.
         source: the component that offers the weight sync, where that is known.
         fingerprint_seconds: seconds that the last `sync` spent on detecting changes of the weights.
     """
@@ -155,7 +155,7 @@ class WeightVersions:
         return report
 
     def _brought(self, engine: Engine, weights: WeightSync) -> LoadReport:
-        """Run the weight sync, and check that it returned a report and that the engine has weights."""
+        """Run the weight sync and return its report, after checking that it is one and that the engine has weights."""
         source = self.source or f"weights {weights.name!r}"
         loaded = asked(self.source, weights, "sync")
         if not isinstance(loaded, LoadReport):
@@ -172,7 +172,7 @@ class WeightVersions:
         return loaded
 
     def _taken(self) -> int:
-        """Return the policy's fingerprint, and add the time it takes to `fingerprint_seconds`."""
+        """Compute and return the policy's fingerprint, and add the time it takes to `fingerprint_seconds`."""
         device = self._policy.device
         if device.type == "cuda":
             # do not count earlier kernels as the fingerprint's time; they are waited for in any case
@@ -197,7 +197,7 @@ class WeightVersions:
         rollout: Component | None = None,
         again: Callable[[tuple[float, float]], str | None] | None = None,
     ) -> None:
-        """Compare the log-probs that the trainer scored with those that the engine sampled with. Collective; computes
+        """Compare, for a batch's sampled tokens, the trainer's log-probs with the engine's. Collective; computes
         nothing again unless they differ.
 
         Args:
@@ -205,11 +205,11 @@ class WeightVersions:
             temperature: temperature that the trainer scored at.
             step: optimizer steps done.
             own_sampler: whether a user's `rollout_func` returned the log-probs: such a run is warned once, and goes on.
-            over_support: whether the trainer scored over the ids that the engine kept.
-            rollout: the plugin's rollout that returned the log-probs, where it is one.
-            again: called where they differ, with what rounding explains (`verify.allowed_gap`); scores the row that is
-                furthest from the engine by itself, and returns how that shows that the trainer differs from itself, or
-                None. Collective.
+            over_support: whether the trainer's log-probs are over only those ids that top-k, top-p and the like left.
+            rollout: the component whose rollout returned the log-probs, where that is a plugin's.
+            again: a function that is called where the log-probs differ, with the result of `verify.allowed_gap`. It
+                scores the row that is furthest from the engine once more, alone, and returns how the result differs
+                from the trainer's first one, or None where it does not. Collective.
 
         Raises:
             PolicyError: the trainer's log-probs are NaN on some rank, or depend on the shape of a micro-batch.
@@ -244,8 +244,8 @@ class WeightVersions:
             self._told = True
 
     def incomparable(self, temperature: float, over_support: bool) -> str | None:
-        """Return why engine and trainer differ by design in the log-probs of sampled tokens, or None; see
-        `check_batch`."""
+        """Return the setting by which engine and trainer differ by design in the log-probs of sampled tokens, or None.
+        Arguments as for `check_batch`."""
         reason = self._sampling().reshaped_by(temperature, over_support)
         return reason or verify.noise(self._policy.module, self._policy.modules)
 
@@ -264,9 +264,9 @@ class WeightVersions:
         return verify.check_bits(engine, policy, names, by, self._component)
 
     def _check_log_probs(self, engine: Engine) -> float:
-        """Let the engine sample a probe, score it with the policy, and return the largest difference in nats. Where
-        memory does not hold both, the policy is away while the engine samples, and the engine sleeps while the policy
-        scores."""
+        """Let the engine sample a short probe sequence, score it with the policy, and return the largest difference of
+        a token's log-probs in nats. Where the device cannot hold both, the policy is offloaded while the engine
+        samples, and the engine sleeps while the policy scores."""
         away = self._memory.make_room(["policy"])
         assert self._component is not None
         asked(self._component, engine, "wake", "kv_cache")
@@ -279,10 +279,11 @@ class WeightVersions:
 
 
 def choose(selection: Selection, build: Callable[[Choice], WeightSync]) -> tuple[WeightSync, str]:
-    """Return the chosen weight sync, or the first in order that does not refuse; and why.
+    """Return the run's weight sync and why it was chosen: the one that the user named, else the first one in order that
+    does not refuse.
 
     Args:
-        build: makes a weight sync for the run.
+        build: makes the weight sync of a choice.
 
     Raises:
         ComponentError: the chosen weight sync refuses, or all do. The message says why.
@@ -313,7 +314,11 @@ def _refused(sync: WeightSync, choice: Choice) -> str | None:
 
 
 def _on_some_rank(ranks: Ranks, found: str | None) -> str | None:
-    """Return what the first rank with a finding found, with its rank number, or None. Collective."""
+    """Return the finding of the first rank that has one, with the rank's number, or None. Collective.
+
+    Args:
+        found: this rank's finding, None without one.
+    """
     if not ranks.any(found is not None):
         return None
     return next(f"on rank {rank}, {what}" for rank, what in enumerate(ranks.gather(found)) if what is not None)

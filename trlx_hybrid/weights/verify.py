@@ -38,11 +38,11 @@ QUANTIZED_TOLERANCE = 2.0
 design (fp8: 0.53 on random weights of 1.5B)."""
 
 SHARE, EXPERTS_SHARE, FEW = 0.01, 0.1, 3
-"""Limits of how many of a batch's tokens may exceed the tolerance where arithmetic rounds to 16 bits: SHARE of them;
+"""Limits of how many of a batch's tokens may exceed the tolerance: the share SHARE where arithmetic rounds to 16 bits;
 EXPERTS_SHARE where tokens are routed to experts (in any dtype: a tie that rounds the other way takes another expert);
-and always FEW. A batch has tens of thousands of tokens, while the tolerance is meant for the probe's eight: healthy
-bf16 runs differ by 0.01 to 0.02 nats on average, and single improbable tokens by more than 0.5. Wrong weights show at
-most tokens."""
+and in both cases at least FEW tokens. A batch has tens of thousands of tokens, while the tolerance is meant for the
+probe's eight: healthy bf16 runs differ by 0.01 to 0.02 nats on average, and single improbable tokens by more than 0.5.
+Wrong weights show at most tokens."""
 
 
 def check_bits(
@@ -56,7 +56,7 @@ def check_bits(
 
     Args:
         only: checkpoint names to compare; None compares all.
-        by: what brought the weights, for the message.
+        by: what wrote the weights into the engine, for the message.
         component: the component that offers the engine, where that is known.
 
     Returns:
@@ -87,7 +87,7 @@ def check_bits(
 
 
 def sample_probe(engine: Engine, policy: Policy, component: Component) -> tuple[list[int], Completion]:
-    """Return a short prompt and the completion that the engine samples for it. Collective."""
+    """Let the engine sample a completion for a short prompt, with log-probs; return both. Collective."""
     vocabulary = policy.base.config.get_text_config().vocab_size
     length = max(1, min(PROBE_TOKENS, engine.max_model_len // 2))  # a short context still leaves room to sample
     prompt = [(7919 * i + 11) % vocabulary for i in range(1, length + 1)]
@@ -165,20 +165,24 @@ def allowed_gap(
 
 
 def autocast_dtype(args: Any) -> torch.dtype:
-    """Return the dtype of the trainer's matrix products, by its `transformers.TrainingArguments`."""
+    """Return the dtype of the trainer's matrix products, as set by its `transformers.TrainingArguments`."""
     return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
 
 
 def coarsest(*dtypes: torch.dtype) -> torch.dtype:
-    """Return the dtype that rounds most; fp16 for fp32 where products are computed in TF32, which has as many bits."""
+    """Return the dtype that rounds most. Float32 counts as float16 where torch computes products in TF32, which has as
+    many bits."""
     dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
     tf32 = dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return torch.float16 if tf32 else dtype
 
 
 def allowed_share(policy: Policy, exact: bool) -> float:
-    """Return the share of a batch's tokens that may exceed the tolerance. `exact` says that nothing rounds to less than
-    fp32."""
+    """Return the share of a batch's tokens whose log-probs may differ by more than the tolerance.
+
+    Args:
+        exact: whether neither engine nor trainer rounds to less than float32.
+    """
     return EXPERTS_SHARE if policy.has_experts else 0.0 if exact else SHARE
 
 
@@ -191,7 +195,7 @@ def noise(module: nn.Module, modules: Iterable[nn.Module] | None = None) -> str 
     that draws random numbers), or None.
 
     Args:
-        modules: `module.modules()`, where the caller has them.
+        modules: the modules in `module.modules()`, where the caller has listed them already.
     """
     for child in modules_of(module) if modules is None else modules:
         if not child.training:
@@ -215,8 +219,14 @@ def _name_of(child: nn.Module, module: nn.Module) -> str:
 
 @functools.lru_cache(1024)
 def _noisy(kind: type[nn.Module], names: tuple[str, ...]) -> tuple[list[str], bool]:
-    """Return which attributes of a module's class are amounts of noise, and whether the class draws random numbers
-    whatever they say. Cached: thousands of modules have a few dozen classes and sets of attributes."""
+    """Return which attributes of a module set amounts of noise, such as a dropout's `p`, and whether its class draws
+    random numbers whatever its attributes say. Cached: thousands of modules have a few dozen classes and sets of
+    attributes.
+
+    Args:
+        kind: the module's class.
+        names: names of the module's attributes.
+    """
     drops = issubclass(kind, nn.modules.dropout._DropoutNd) or "Dropout" in kind.__name__
     words = ("drop", "jitter", "noise")
     found = [name for name in names if (name == "p" if drops else any(word in name for word in words))]
@@ -226,15 +236,15 @@ def _noisy(kind: type[nn.Module], names: tuple[str, ...]) -> tuple[list[str], bo
 def disagreement(
     sampled: Tensor, scored: Tensor, mask: Tensor, ids: Tensor, allowed: tuple[float, float]
 ) -> str | None:
-    """Return how one batch's log-probs differ from the engine's, or None: the first token that is too far apart, and
-    how many are.
+    """Return how the trainer's log-probs of a batch differ from the engine's by more than is allowed, or None. The text
+    names the first token that is too far apart, and how many are.
 
     Args:
         sampled: log-probs that the engine sampled with, (B, T) float.
         scored: the trainer's log-probs of the same tokens, (B, T) float.
         mask: (B, T), not 0 where the engine sampled the token.
         ids: token ids, (B, T).
-        allowed: see `allowed_gap`.
+        allowed: (nats, share of tokens), from `allowed_gap`.
     """
     mask, (nats, share) = mask.bool(), allowed
     beyond = mask & ~((sampled - scored).abs() <= nats)  # a NaN must not pass
@@ -250,7 +260,7 @@ def disagreement(
 
 
 def no_numbers(policy: Policy, scored: Tensor, mask: Tensor) -> str | None:
-    """Return which of the policy's log-probs for one batch are NaN and why, or None.
+    """Return which of the trainer's log-probs for one batch are NaN and why, or None where none is.
 
     Args:
         scored, mask: as in `disagreement`.
@@ -264,7 +274,7 @@ def no_numbers(policy: Policy, scored: Tensor, mask: Tensor) -> str | None:
 
 
 def broken(policy: Policy) -> str:
-    """Return why a policy computes NaN, as far as its weights tell, and how to go on."""
+    """Return sentences for an error message: why a policy computes NaN, as far as its weights tell, and what to do."""
     names = policy.not_finite()
     if not names:
         return (
@@ -282,7 +292,8 @@ Item = TypeVar("Item")
 
 
 class Rotation:
-    """Takes a few items at a time, in turn, so that `len(items) / count` calls, rounded up, take each item once.
+    """A cursor that takes the next `count` items of a list at each call, from the start again after the end, so that
+    all items are checked in turn.
 
     Ranks that call it the same number of times take the same items.
     """
@@ -291,7 +302,7 @@ class Rotation:
         self._count, self._next = count, 0
 
     def take(self, items: Sequence[Item]) -> list[Item]:
-        """Return the next items in turn."""
+        """Return the next items of `items`, `count` of them or all if there are fewer."""
         if not items:
             return []
         start = self._next % len(items)
@@ -300,7 +311,8 @@ class Rotation:
 
 
 def sampled_names(names: list[str], version: int, count: int = SAMPLED_TENSORS) -> set[str]:
-    """Return a few names, different ones at each sync, so that every tensor is checked in time, however many optimizer
-    steps lie between two syncs: multiples of the golden ratio come close to every fraction."""
+    """Choose `count` of the names to check after a sync, different ones at each weight version, so that every tensor is
+    checked in time, however many optimizer steps lie between two syncs: the multiples of the golden ratio, modulo 1,
+    come close to every fraction."""
     start = int(len(names) * (version * GOLDEN % 1))
     return {names[(start + i) % len(names)] for i in range(min(count, len(names)))}

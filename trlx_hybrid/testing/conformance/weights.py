@@ -48,7 +48,8 @@ def check_weights(
 
 
 class _Rounds:
-    """A series of rollouts, with something else changed before each."""
+    """The rollouts of `check_weights`: before each, the weights are changed in another way (trained, changed by hand,
+    partly frozen, or not at all), and afterwards it is checked that the engine samples from them."""
 
     def __init__(self, name: str, run: HybridEngine) -> None:
         self._name, self._run, self._session = f"weights {name!r}", run, run.session

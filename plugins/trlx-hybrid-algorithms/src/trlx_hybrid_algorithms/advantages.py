@@ -28,7 +28,7 @@ class LeaveOneOut(Algorithm):
 class OptimalBaseline(Algorithm):
     """A completion's reward minus the length-weighted mean reward of its group.
 
-    This mean is about the baseline of least variance.
+    As a baseline, this mean approximates the one that gives the policy gradient the least variance.
 
     Source: OPO, arXiv 2505.23585.
     """

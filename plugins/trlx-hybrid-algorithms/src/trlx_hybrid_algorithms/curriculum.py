@@ -13,7 +13,7 @@ from .options import CurriculumOptions
 
 
 class Curriculum(Algorithm):
-    """Draws prompts by p(1 - p), where p is the solve rate that it remembers for a prompt.
+    """Draws training prompts with probabilities proportional to p(1 - p), where p is a prompt's recorded solve rate.
 
     A share of the draws (`CurriculumOptions.explore`) is uniform. A prompt that was never sampled counts as p = 1/2.
     Where rewards are 0 or 1, p(1 - p) is their variance, and so measures how much a group teaches.
@@ -30,7 +30,7 @@ class Curriculum(Algorithm):
         self._draws = 0
 
     def draw(self, count: int, size: int) -> Sequence[int]:
-        """Return `count` row numbers of a dataset of `size` rows, without repeats where `size` allows it."""
+        """Draw the next prompts: return `count` row numbers of a dataset of `size` rows, without repeats if it can."""
         seed = request_seed(self._seed, "curriculum", self._draws, 0, 0, turn=0)
         self._draws += 1
         rates = torch.full((size,), 0.5, dtype=torch.float64)
@@ -45,7 +45,7 @@ class Curriculum(Algorithm):
         return [rows[i % size] for i in range(count)]
 
     def observe(self, groups: Groups) -> None:
-        """Update the solve rate of each group's prompt."""
+        """Update the recorded solve rate of each group's prompt from the group's rewards."""
         low, high = self._options.lowest, self._options.highest
         rates = ((groups.totals.nanmean(dim=1) - low) / (high - low)).clamp(0, 1).tolist()
         for row, rate in zip(groups.rows, rates, strict=True):
@@ -58,10 +58,10 @@ class Curriculum(Algorithm):
         return f"prompts by how often they are solved, {self._options.explore:.0%} of them whatever is known"
 
     def state(self) -> Mapping[str, Any]:
-        """Return the number of draws and the solve rates of the prompts."""
+        """Return what a checkpoint must keep: the number of draws and the solve rates of the prompts."""
         return {"draws": self._draws, "rates": {str(row): rate for row, rate in self._rates.items()}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the number of draws and the solve rates from `state()`."""
+        """Restore the number of draws and the solve rates from what `state` returned."""
         self._draws = state["draws"]
         self._rates = {int(row): rate for row, rate in state["rates"].items()}

@@ -24,12 +24,15 @@ class PositiveNll(Algorithm):
         self._options = options
 
     def loss(self, scores: Scores, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the weighted mean over a micro-batch's trained tokens with a positive advantage; 0 without any."""
+        """Return the term to add to a micro-batch's loss: the weight times a mean negative log-likelihood.
+
+        The mean is over the trained tokens with a positive advantage. The term is 0 without any.
+        """
         mask = batch["completion_mask"] * batch.get("tool_mask", 1)
         better = batch["advantages"] > 0
         mask = mask * (better if better.ndim == 2 else better.unsqueeze(1))
         return -self._options.weight * (scores.log_probs * mask).sum() / mask.sum().clamp(min=1)
 
     def note(self) -> str:
-        """Return a line for the report: the weight of the term."""
+        """Return a line for the report: the weight of the additional loss term."""
         return f"{self._options.weight:g} times the negative log-likelihood of better completions"

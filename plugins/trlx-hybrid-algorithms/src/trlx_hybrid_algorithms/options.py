@@ -9,7 +9,7 @@ from trlx_hybrid.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicSamplingOptions:
-    """Settings of `dynamic_sampling`.
+    """Settings of `dynamic_sampling`, which samples until enough groups have completions with different rewards.
 
     Attributes:
         rounds: how many times prompts are sampled for one batch, at most.
@@ -34,7 +34,7 @@ class DynamicSamplingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurriculumOptions:
-    """Settings of `curriculum`.
+    """Settings of `curriculum`, which prefers prompts that are sometimes solved.
 
     Attributes:
         lowest, highest: the reward, weighted and summed over functions, of a completion with nothing right, and of one
@@ -60,10 +60,10 @@ class CurriculumOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthRewardOptions:
-    """Settings of `length_reward`.
+    """Settings of `length_reward`, which adds a bonus to the rewards of short right completions.
 
     Attributes:
-        weight: the shortest completion of a group gains half of it, and the longest loses half of it.
+        weight: the shortest right completion of a group gains half of this, and the longest loses half of it.
         right: the reward, weighted and summed over functions, from which on a completion counts as right.
     """
 
@@ -73,10 +73,10 @@ class LengthRewardOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PositiveNllOptions:
-    """Settings of `positive_nll`.
+    """Settings of `positive_nll`, which adds the negative log-likelihood of completions with a positive advantage.
 
     Attributes:
-        weight: the factor of the term in the loss.
+        weight: the factor with which it is added to the loss.
     """
 
     weight: float = 0.1

@@ -1,4 +1,7 @@
-"""The hooks of this distribution. The module imports little, because loading every plugin must stay cheap."""
+"""The entry point by which this package offers its algorithms to the plugin manager.
+
+The module imports little: all installed plugins are loaded at each start, which must stay cheap.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ def _advantages(name: str) -> Any:
 
 @hookimpl
 def trlx_register(registry: Registry) -> None:
-    """Offer the algorithms of this package."""
+    """Offer the algorithms of this package to the plugin manager, by the names that users give."""
 
     def offer(name: str, factory: Any, summary: str, options: type[Any] | None = None) -> None:
         registry.offer("algorithm", name, factory, options=options, summary=summary)

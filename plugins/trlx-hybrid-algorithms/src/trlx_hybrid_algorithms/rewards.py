@@ -25,8 +25,8 @@ class LengthReward(Algorithm):
     def rewards(self, groups: Groups) -> Tensor:
         """Return the rewards with weight * (1/2 - position) added to each scored completion.
 
-        The position is 0 for the group's shortest scored completion and 1 for its longest. For wrong completions a
-        positive bonus becomes 0.
+        The position is that of the completion's length between the group's shortest scored completion, 0, and its
+        longest, 1. For wrong completions a positive bonus becomes 0.
         """
         scored, lengths = ~groups.totals.isnan(), groups.lengths.float()
         shortest = lengths.masked_fill(~scored, float("inf")).amin(dim=1, keepdim=True)

@@ -13,7 +13,10 @@ from .options import DynamicSamplingOptions
 class DynamicSampling(Algorithm):
     """Keeps only groups whose completions have different rewards, and samples more prompts until the batch is full.
 
-    In all other groups, every advantage is 0.
+    In groups with equal rewards, every advantage is 0, so they teach nothing.
+
+    Args:
+        each: whether TRL normalizes the rewards of each function separately, before it sums them.
 
     Source: DAPO, arXiv 2503.14476, section 3.2.
     """
@@ -25,7 +28,7 @@ class DynamicSampling(Algorithm):
         self._function, self._each = options.function, each
 
     def keep(self, groups: Groups) -> Sequence[bool]:
-        """Return for each group whether its highest reward is above its lowest.
+        """Return for each group whether to train on it: its highest reward is above its lowest.
 
         Rewards are those of the function that the options name, else the weighted sum of all functions. Where TRL
         normalizes each function's rewards separately, one function with different rewards is enough.

@@ -31,7 +31,7 @@ PYTHON = re.compile(r"```(?:python)?\n(.*?)```", re.DOTALL)
 
 
 def python_block(text: str) -> str | None:
-    """Return the last block of Python in a completion, or None."""
+    """Return the source in the last fenced block of Python in a completion, or None if there is no block."""
     blocks = PYTHON.findall(text)
     return blocks[-1] if blocks else None
 
@@ -41,7 +41,8 @@ def two_speakers(
 ) -> Dataset:
     """Build a dataset in which each task is two consecutive rows: a prompt for the coder and one for the tester.
 
-    It is what [`with_speakers`][trlx_hybrid.speakers.with_speakers] makes of tasks that have ground-truth tests.
+    It is made by [`with_speakers`][trlx_hybrid.speakers.with_speakers], once every task is known to have ground-truth
+    tests.
 
     Args:
         tasks: with a column `tests`, the ground-truth tests of each task: Python sources that raise where a program is
@@ -51,7 +52,8 @@ def two_speakers(
             `tasks`.
 
     Raises:
-        ConfigError: `args` would separate the two groups of a task, a task has no tests, or a column is in the way.
+        ConfigError: `args` would put the completions of a task's two prompts into different batches, a task has no
+            tests, or `tasks` has a column of a name that is added, `task_id` or `speaker`.
     """
     if TESTS not in tasks.column_names:
         raise ConfigError(f"CURE: the tasks need a column {TESTS!r}: rename your column of ground-truth tests.")
@@ -91,7 +93,9 @@ def matrix_rewards(
 
 
 class CureReward:
-    """A TRL reward function for the rows of `two_speakers`. Collective: the groups of a task may lie on several ranks.
+    """A TRL reward function for the rows of `two_speakers`.
+
+    Collective: all ranks must call it, because the completions of a task may be on several ranks.
 
     Every program is run with the ground-truth tests of its task and with all generated tests, and each rank runs its
     share of the programs. `matrix_rewards` rewards both. A completion without a program passes no test; a completion
@@ -104,7 +108,7 @@ class CureReward:
     Args:
         program, test: return the Python source in the text of a completion, or None. A test is executed with the
             program's names and fails the program by raising.
-        sandbox: what runs the programs, with its limits and walls.
+        sandbox: runs the programs, isolated and within its limits.
     """
 
     __name__ = "cure"
@@ -121,6 +125,11 @@ class CureReward:
 
     def __call__(self, completions: Sequence[Any], log_metric: Any = None, **columns: Any) -> list[float]:
         """Return the rewards of this rank's rows.
+
+        Args:
+            completions: the completions, texts or lists of messages.
+            log_metric: TRL's function that logs a metric, by name and value; None logs nothing.
+            columns: the dataset's columns for these rows.
 
         Raises:
             ConfigError: a row does not come from `two_speakers`, or a batch has tests of a task and none of its
@@ -141,7 +150,13 @@ class CureReward:
     def _rewards(
         self, said: BatchByTask[str | None], truth: dict[int, list[str]], log: Callable[[str, float], None]
     ) -> list[float]:
-        """Return the rewards of the rows of all ranks, the same on all ranks."""
+        """Return the rewards of the rows of all ranks, the same on all ranks.
+
+        Args:
+            said: the source in each completion of all ranks, None where there is none, by task and speaker.
+            truth: the ground-truth tests of each task.
+            log: logs a metric, by name and value.
+        """
         jobs: dict[tuple[int, str | None], ProgramTests] = {}  # what was sampled more than once is run once
         for task, group in said.places.items():
             if not group[CODER]:
@@ -176,7 +191,11 @@ class CureReward:
         return rewards
 
     def _run(self, jobs: list[ProgramTests]) -> list[list[Verdict]]:
-        """Return the verdicts on all jobs, of which this rank runs its share."""
+        """Return the verdicts on the tests of all jobs. Collective: each rank runs its share, and all get the result.
+
+        Raises:
+            SandboxError: on all ranks, where one of them could not run programs.
+        """
         state = PartialState()
         try:
             share: Any = self.sandbox.run(jobs[state.process_index :: state.num_processes])
@@ -190,5 +209,5 @@ class CureReward:
 
 
 def unique(sources: Iterable[str | None]) -> list[str]:
-    """Return each source once, in order, without None."""
+    """Return each source once, in the order of their first appearance, without None."""
     return [source for source in dict.fromkeys(sources) if source is not None]

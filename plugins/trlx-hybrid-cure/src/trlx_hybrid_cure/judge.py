@@ -1,9 +1,9 @@
-"""The process that judges: it holds the tests, has other processes execute them, and executes nothing itself.
+"""The process that judges programs by tests: it has other processes execute them, and executes nothing itself.
 
-`sandbox` starts it with the standard library alone. It reads jobs from its standard input, and writes verdicts to its
-standard output. A program has a process of its own, and so has each of its tests. A third process, which knows neither
-programs nor tests, forks them all. What a program and a test send to each other passes through the judge. A program is
-given no test, and no way to give a verdict.
+`sandbox` starts it with the standard library alone. It reads jobs, each a program with its tests, from its standard
+input, and writes verdicts to its standard output. A program has a process of its own, and so has each of its tests. A
+third process, which knows neither programs nor tests, forks them all. What a program and a test send to each other
+passes through the judge. A program is given no test, and no way to give a verdict.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GONE = (EOFError, OSError)  # TimeoutError is one, too: it is caught before
 
 @dataclass
 class Limits:
-    """The limits of the sources that a judge has executed.
+    """The limits of the programs and tests that a judge has executed.
 
     Attributes:
         seconds: CPU time of a program, and of each test, in seconds.
@@ -48,7 +48,9 @@ class Limits:
 
 
 class Nursery:
-    """Starts processes that hold no source yet, by a process that was forked before any job was read.
+    """Starts processes for programs and tests, by a helper process that was forked before any job was read.
+
+    So they begin without any other program or test in their memory.
 
     Args:
         filtered: have the kernel refuse system calls to the processes.
@@ -63,7 +65,11 @@ class Nursery:
         theirs.close()
 
     def start(self, **asked: str | float) -> Running:
-        """Start a process that executes a source."""
+        """Start a process that executes a program or a test, and return it with the channel to it.
+
+        Args:
+            asked: what the process reads from the channel: the source, its limits, and for a test a nonce.
+        """
         ours, theirs = socket.socketpair()
         socket.send_fds(self._ours, [START + bytes(4)], [theirs.fileno()])
         process = self._answer()
@@ -81,7 +87,7 @@ class Nursery:
         return self._answer()
 
     def close(self) -> None:
-        """End the process that starts the others."""
+        """End the helper process that starts the others."""
         self._ours.close()
         os.waitpid(self._process, 0)
 
@@ -94,14 +100,24 @@ class Nursery:
 
 @dataclass
 class Running:
-    """A process that the nursery started, and the channel to it."""
+    """A process that the `Nursery` started.
+
+    Attributes:
+        process: its process id.
+        channel: this end of the stream of frames to it.
+    """
 
     process: int
     channel: Channel
 
 
 def start_processes(orders: socket.socket, filtered: bool) -> NoReturn:
-    """Start and end the other processes in a loop, until the process that orders them is gone."""
+    """Start and kill processes as the judge orders, until the judge is gone. The main loop of the nursery's helper.
+
+    Args:
+        orders: the socket to the judge: orders come in, process ids and wait statuses go out.
+        filtered: have the kernel refuse system calls to the processes.
+    """
     end_with_parent()
     quiet = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):
@@ -124,10 +140,13 @@ def start_processes(orders: socket.socket, filtered: bool) -> NoReturn:
 
 @dataclass
 class Judge:
-    """Judges jobs one after the other, within the limits.
+    """Judges jobs, each a program with its tests, one after the other and within the limits.
 
     Attributes:
-        endless: verdicts on tests that took too long and asked nothing of a program: they would with any other program.
+        nursery: starts the processes of programs and tests.
+        limits: the limits.
+        endless: verdicts on tests that took too long and used nothing of the program, by their source. They would take
+            too long with any other program, so they are not run again.
     """
 
     nursery: Nursery
@@ -135,7 +154,11 @@ class Judge:
     endless: dict[str, Verdict] = field(default_factory=dict)
 
     def judge(self, jobs: list[tuple[str, list[str], int]]) -> list[list[Verdict]]:
-        """Return the verdict on each test of each job. Time that a job does not use goes to the jobs after it."""
+        """Return the verdict on each test of each job. Time that a job does not use goes to the jobs after it.
+
+        Args:
+            jobs: program, tests, and how many of the first tests are known to be right.
+        """
         end, found = time.monotonic() + self.limits.batch, []
         for place, (program, tests, trusted) in enumerate(jobs):
             now = time.monotonic()
@@ -145,11 +168,13 @@ class Judge:
     def _verdicts(self, program: str, tests: list[str], trusted: int, end: float) -> list[Verdict]:
         """Return the verdicts on a program with each of its tests.
 
-        One process executes the program, and a new one where a test ended the process.
+        One process executes the program for all tests; where a test ended that process, a new one is started.
 
         Args:
+            program: the program's source.
+            tests: the tests' sources.
             trusted: how many of the first tests are known to be right. Where one of them takes too long, the program is
-                at fault, and all tests that are left have the same verdict.
+                at fault, and all tests after it get the same verdict without being run.
             end: when the time of the job is spent, on the monotonic clock.
         """
         found: list[Verdict] = []
@@ -180,7 +205,12 @@ class Judge:
         return Verdict.BUDGET if deadline == end else Verdict.WALL
 
     def _load(self, program: str, sources: int, end: float) -> tuple[Running | None, Verdict]:
-        """Start a process that executes a program and then waits for tests.
+        """Start a process that executes a program and then answers its tests.
+
+        Args:
+            program: the program's source.
+            sources: how many sources the process has CPU time for, the program and its tests.
+            end: when the time of the job is spent, on the monotonic clock.
 
         Returns:
             The process, or None where the program failed, and the verdict on the program itself.
@@ -202,6 +232,11 @@ class Judge:
 
     def _test(self, source: str, program: Running, end: float) -> tuple[Verdict, Running | None]:
         """Run one test against the program's process.
+
+        Args:
+            source: the test's source.
+            program: the process that has executed the program.
+            end: when the time of the job is spent, on the monotonic clock.
 
         Returns:
             The verdict, and the program's process; None where that ended, took too long, or still waits for the test.
@@ -228,12 +263,13 @@ class Judge:
 
 
 class Exchange:
-    """The frames that a test and a program send to each other.
+    """The passing on of the messages that a test's process and a program's process send to each other.
 
     Attributes:
-        waited: the process whose frame is awaited.
+        test, program: the two processes.
+        waited: the one of the two whose message is awaited.
         uses: whether the test uses anything of the program.
-        depth: how many answers the test owes the program.
+        depth: how many of the program's requests, such as calls of a test's function, the test has not answered yet.
     """
 
     def __init__(self, test: Running, program: Running) -> None:
@@ -244,10 +280,13 @@ class Exchange:
         self.depth = 0
 
     def last_word(self, deadline: float) -> bytes:
-        """Pass frames on, until the test sends one that is not for the program, and return that frame.
+        """Pass messages on until the test sends one that is not for the program, its verdict, and return that one.
+
+        Args:
+            deadline: until when, on the monotonic clock.
 
         Raises:
-            TimeoutError, EOFError, OSError: the process in `waited` is at fault.
+            TimeoutError, EOFError, OSError: the process in `waited` took too long or ended.
         """
         while True:
             said = self.waited.channel.receive(deadline)
@@ -267,14 +306,21 @@ class Exchange:
 
 
 def verdict_of(said: bytes, nonce: str) -> Verdict:
-    """Return the verdict that a test's process gave; ERROR where its nonce is wrong."""
+    """Return the verdict in the last message of a test's process.
+
+    It is ERROR where the message does not hold the nonce, a secret of that process: the executed test wrote it.
+    """
     given, place = said[1:-1], said[-1:]
     true = said[:1] == VERDICT and secrets.compare_digest(given, nonce.encode()) and place[0] < len(VERDICTS)
     return VERDICTS[place[0]] if true else Verdict.ERROR
 
 
 def main(walls: str) -> None:
-    """Enclose this process, read limits and jobs, and write the verdicts on each job."""
+    """Isolate this process, read limits and jobs from standard input, and write the verdicts on each job.
+
+    Args:
+        walls: the isolation, as in `Sandbox.walls`.
+    """
     enclose(namespaces=walls == "namespaces")
     filtered = system_calls.can_restrict()
     if not filtered and walls != "limits":

@@ -1,4 +1,4 @@
-"""The conversation between a test's process and the program's: each asks the other for what it does not hold itself.
+"""The remote calls between a test's process and the program's: each asks the other for what it does not hold itself.
 
 A test asks for names of the program, calls the functions behind them, and compares the answers in its own process. A
 program may call functions that a test handed to it and use attributes of the test's objects, and nothing else of the
@@ -21,18 +21,21 @@ MUTABLE = (list, dict, set, bytearray)
 PREDICATES = {
     name for kind in (str, bytes, frozenset, float) for name in dir(kind) if name.startswith(("is", "starts", "ends"))
 }
-"""Methods of plain values that return yes or no.
+"""Names of methods of Python's own data types that return yes or no, such as `isdigit`.
 
-An object of the program has none of them, because it could always answer yes.
+A test cannot call them on an object of the program's own class, because that object could always answer yes.
 """
 
 
 class Peer:
-    """One end of the conversation.
+    """One end of the connection between a test's process and a program's process.
 
     Args:
-        channel: to the other end.
-        names: the program's global names; None at the test's end.
+        channel: the stream of frames to the other end.
+        names: the program's global variables; None at the test's end.
+
+    Attributes:
+        asked: number of requests that this end has made.
     """
 
     def __init__(self, channel: Channel, names: dict[str, Any] | None = None) -> None:
@@ -44,6 +47,13 @@ class Peer:
 
     def ask(self, operation: str, *given: Any, **named: Any) -> Any:
         """Ask the other end for an operation and return its answer. Meanwhile the other end may ask, too.
+
+        Arguments that are lists, dicts, sets or bytearrays get the changes that the operation made to their copies.
+
+        Args:
+            operation: "begin" or "names" for values of the program's variables, "call", or the name of a function in
+                `builtins` or `operator`.
+            given, named: the operation's arguments.
 
         Raises:
             Exception: what the operation raised there.
@@ -67,7 +77,7 @@ class Peer:
             return self._decode(value)
 
     def serve(self, before: Callable[[str], None]) -> None:
-        """Answer requests until the other end is gone. Calls `before` with each operation."""
+        """Answer requests until the other end is gone. Calls `before` with the name of each operation first."""
         while True:
             _, token, operation, given, named = json.loads(self.channel.receive())
             before(operation)
@@ -136,7 +146,10 @@ class Peer:
         return id(value)
 
     def _content(self, value: Any) -> list[Any]:
-        """Encode the content of an object whose class derives from a plain type, as that type, or return []."""
+        """Return a list with the content of an object whose class derives from a plain type, encoded as that type.
+
+        The list is empty if the class derives from none, or the content holds values that are not plain.
+        """
         for base, content in BASES.items():
             if issubclass(type(value), base):
                 try:
@@ -170,12 +183,22 @@ class Peer:
 
 
 def refuse(value: Any) -> Any:
-    """Raise TypeError, because `value` is not plain."""
+    """Raise TypeError. Passed to `encode` where all values must be plain, it is called with one that is not."""
     raise TypeError(type(value).__name__)
 
 
 def restore(old: Any, new: Any) -> None:
-    """Give a mutable value the content of its changed copy. Its items stay the same objects where their types agree."""
+    """Give a mutable value the content of its copy that the other process changed.
+
+    Mutable items stay the same objects where their types agree.
+
+    Args:
+        old: the list, dict, set or bytearray, changed in place.
+        new: the changed copy.
+
+    Raises:
+        EOFError: the copy is of another type.
+    """
     if type(old) is not type(new):
         raise EOFError("a changed value of another type")
     if type(old) is list:
@@ -200,11 +223,15 @@ def kept(old: Any, new: Any) -> Any:
 
 
 class Remote:
-    """A stand-in for an object of the other process.
+    """A stand-in for an object of the other process, where its operations are computed.
 
-    It is equal to no plain value, unless its class derives from a plain type and its content as that type is equal.
-    Arithmetic with a plain value gives no plain value. All other operations are sent to the process that has the
-    object.
+    A plain value is of one of Python's own data types. A stand-in equals none, unless the object's class derives from a
+    plain type and its content as that type is equal. Arithmetic of a stand-in with a plain value gives no plain value.
+
+    Args:
+        peer: the connection to the other process.
+        number: the object's number there.
+        content: a list with the object's content as a plain type; [] if its class derives from none.
     """
 
     __slots__ = ("_content", "_heard", "_number", "_peer")
@@ -253,9 +280,13 @@ class Remote:
 def asked(of: Any, operation: str, *given: Any, **named: Any) -> Any:
     """Return the answer to an operation on an object of the other process.
 
+    Args:
+        of: the `Remote` that stands for the object.
+        operation: the operation, as in `Peer.ask`.
+        given, named: its arguments after the object.
+
     Raises:
-        TypeError: the object came from an operator with a plain value, and the operation would convert it to a plain
-            one.
+        TypeError: the object is marked by `heard_plain`, and the operation would convert it to a plain value.
     """
     peer: Peer = object.__getattribute__(of, "_peer")
     heard = object.__getattribute__(of, "_heard")
@@ -266,31 +297,38 @@ def asked(of: Any, operation: str, *given: Any, **named: Any) -> Any:
 
 
 def heard_plain(found: Any) -> Any:
-    """Mark an object that is the result of an operator with a plain value, and return it.
+    """Mark a `Remote` that is the result of an operator between a program's object and a plain value, and return it.
 
-    Its program has seen the value that a test might compare the result with, so it may not be converted to a plain
-    value.
+    The program has seen the plain value, and could make a result that suits the test. So a marked object may not be
+    converted to a plain value.
     """
     object.__setattr__(found, "_heard", True)
     return found
 
 
 def plain(value: Any) -> list[Any]:
-    """Return [content] of an object whose class derives from a plain type, as that type; else []."""
+    """Return a list with the plain content of the object that a `Remote` stands for.
+
+    The list is empty unless the object's class derives from a plain type.
+    """
     found: list[Any] = object.__getattribute__(value, "_content")
     return found
 
 
 def converting(name: str) -> Callable[..., Any]:
-    """Return a special method that asks the other process for a value of one certain type, as `len` does."""
+    """Return a special method of `Remote` that has the other process compute the operation `name`, such as `len`."""
     return lambda self, *given: asked(self, name, *given)
 
 
 def operating(name: str, reflected: bool = False) -> Callable[..., Any]:
-    """Return an operator method for two values.
+    """Return a special method of `Remote` for an operator with two operands.
 
-    Where the other value is plain, the operator is applied to this object's plain content, if it has any. Otherwise the
-    other process computes the result.
+    Where the other operand is plain, the operator is applied to this object's plain content, if it has any. Otherwise
+    the other process computes the result.
+
+    Args:
+        name: name of the operator's function in `operator`.
+        reflected: make the method for the right operand, such as `__radd__`.
     """
 
     def method(self: Any, other: Any) -> Any:

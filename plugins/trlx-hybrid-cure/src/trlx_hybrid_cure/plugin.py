@@ -1,4 +1,4 @@
-"""The `trlx-hybrid doctor` check of this distribution. It imports little, because every process loads every plugin."""
+"""The `trlx-hybrid doctor` check of this package. It imports little, because every process loads every plugin."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def trlx_doctor(options: Any) -> list[Finding]:
-    """Report which walls programs would run behind."""
+    """Report by which isolation programs would run on this machine, or why they cannot run."""
     from trlx_hybrid.doctor import Finding
 
     from .sandbox import Sandbox, SandboxError

@@ -47,7 +47,12 @@ def audit(event: str, given: tuple[Any, ...]) -> None:
 
 
 def be_process(descriptor: int, filtered: bool) -> NoReturn:
-    """Read from the channel what to execute, give up the rights that it does not need, and execute it."""
+    """Read a program or a test from a socket, give up the rights that it does not need, execute it, and exit.
+
+    Args:
+        descriptor: file descriptor of the socket to the judge.
+        filtered: have the kernel refuse system calls.
+    """
     end_with_parent()
     channel = Channel(os.dup2(descriptor, 3))
     os.closerange(4, 1 << 16)
@@ -99,9 +104,12 @@ def execute_program(channel: Channel, source: str, seconds: float) -> None:
 
 
 def execute_test(channel: Channel, source: str, nonce: bytes) -> None:
-    """Execute a test with the names of the program, and send the verdict.
+    """Execute a test with the names of the program, and send the verdict to the judge.
 
-    The verdict is in a frame of its own, after the nonce.
+    Args:
+        channel: the stream of frames to the judge.
+        source: the test.
+        nonce: a secret, sent with the verdict to show that the test itself did not write it.
     """
     peer = Peer(Asking(channel.descriptor))
     module = sys.modules[TEST] = ModuleType(TEST)

@@ -38,8 +38,8 @@ class ProgramTests(NamedTuple):
     Attributes:
         program: Python source.
         tests: Python sources, each executed with the program's names.
-        trusted: how many of the first tests are known to be right. Where one of these takes more time than allowed, the
-            program is at fault and is not started again: all later tests have that verdict.
+        trusted: how many of the first tests are known to be right. Where one of these exceeds a limit of time, the
+            program is at fault and is not started again: all later tests get the same verdict, "cpu" or "wall".
     """
 
     program: str
@@ -89,10 +89,10 @@ class Sandbox:
 
     @functools.cached_property
     def using(self) -> str:
-        """The walls that programs run behind, tried once.
+        """The isolation that programs run behind, as in `walls`; found by trying it at the first use.
 
         Raises:
-            SandboxError: no walls work here, or not the ones that were asked for.
+            SandboxError: no isolation works here, or not the one that was asked for.
         """
         reasons: list[str] = []
         for walls in (self.walls,) if self.walls else WALLS:
@@ -137,7 +137,13 @@ def shared_cores() -> int:
 
 
 def run_jobs(jobs: Sequence[ProgramTests], walls: str, limits: dict[str, float]) -> list[list[Verdict]]:
-    """Return the verdicts of one judging process on its jobs, one after the other."""
+    """Start one judging process, and return its verdicts on each job's tests.
+
+    Args:
+        jobs: programs with their tests, judged one after the other.
+        walls: the isolation, as in `Sandbox`.
+        limits: `seconds`, `wall`, `memory` and `batch`, as in `judge.Limits`.
+    """
     return [[Verdict(verdict) for verdict in answer] for answer in answer_of_judge(jobs, walls, limits)["verdicts"]]
 
 
@@ -164,7 +170,7 @@ def answer_of_judge(jobs: Sequence[ProgramTests], walls: str, limits: dict[str, 
 
 @functools.cache
 def missing(walls: str) -> str | None:
-    """Return why these walls do not work here, or None. Runs a small program behind them to find out."""
+    """Return why an isolation of `Sandbox.walls` does not work here, or None. Runs a small program to find out."""
     limits = {"seconds": 1.0, "wall": START_SECONDS, "memory": 512 << 20, "batch": START_SECONDS}
     try:
         answer = answer_of_judge([ProgramTests("import string", ["string.digits"])], walls, limits)

@@ -40,7 +40,7 @@ BY_SIGNAL = {signal.SIGPROF: Verdict.CPU, signal.SIGXCPU: Verdict.CPU, signal.SI
 
 
 def of_error(error: BaseException) -> Verdict:
-    """Return the verdict on a source that raised this error."""
+    """Return the verdict on a program or a test that raised this error."""
     kinds = {AssertionError: Verdict.FAILED, MemoryError: Verdict.MEMORY}
     return next((verdict for kind, verdict in kinds.items() if isinstance(error, kind)), Verdict.ERROR)
 

@@ -37,7 +37,7 @@ def visible() -> list[str]:
 
 
 def bubblewrap() -> list[str]:
-    """Return the command that starts another one behind bubblewrap."""
+    """Return the words of a bubblewrap command, to be put before a command that is to run isolated."""
     command = [shutil.which("bwrap") or "bwrap", *BUBBLEWRAP.split()]
     for path in visible():
         command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
@@ -45,10 +45,11 @@ def bubblewrap() -> list[str]:
 
 
 def enclose(namespaces: bool) -> None:
-    """Give up what this process could do to the machine.
+    """Give up this process's rights: its privileges, its user if that is root, and what it sees of the machine.
 
     Args:
-        namespaces: enter new namespaces of the network, mounts, IPC and processes; bubblewrap has already done so.
+        namespaces: enter new namespaces of the network, mounts, IPC and processes; not needed under bubblewrap, which
+            has done so.
     """
     root = os.getuid() == 0
     end_with_parent()

@@ -119,7 +119,8 @@ def encode(value: Any, number: Callable[[Any], Any]) -> Any:
     """Return `value` in a form that JSON can hold.
 
     Args:
-        number: returns what stands for a value that is not plain.
+        value: the value.
+        number: returns what stands in the JSON for a value that is not plain, such as a number that identifies it.
     """
     kind: Any = type(value)
     if kind in (type(None), bool, float, str) or (kind is int and -(1 << 63) < value < 1 << 63):
@@ -148,7 +149,8 @@ def decode(said: Any, numbered: Callable[[str, Any], Any]) -> Any:
     """Return the value that `encode` made this JSON from.
 
     Args:
-        numbered: returns the value for the kind and the number of a value that is not plain.
+        said: the parsed JSON.
+        numbered: returns a value that is not plain, given the kind and number that stand for it in the JSON.
     """
     if isinstance(said, list):
         return [decode(item, numbered) for item in said]

@@ -66,7 +66,7 @@ class CheckedEnvironment:
     """A wrapper that calls an environment's methods in the right thread or loop, and checks what they return.
 
     Args:
-        factory: makes the environment; called where the environment's plain methods run.
+        factory: makes the environment; called in the thread in which the environment's plain methods run.
         runner: runs the methods.
         event_loop: where coroutine functions run; None for a loop of the plugin's own.
         sees_images: whether the model takes images.
@@ -173,9 +173,10 @@ class CheckedEnvironment:
 
 
 def refuse_prompts(prompts: list[Any], *, sees_images: bool = False) -> None:
-    """Raise ConfigError for prompts that no conversation can begin with.
+    """Raise ConfigError for prompts that no conversation with an environment can begin with.
 
     Args:
+        prompts: the batch's prompts, as the dataset has them.
         sees_images: whether the model takes images.
 
     Raises:

@@ -1,4 +1,4 @@
-"""One trajectory: the model speaks and is answered, until nothing answers or a limit is reached.
+"""One trajectory: the model samples turns and tools or an environment answer, until the end or a limit is reached.
 
 Source of every rule for tools: trl 1.16, `GRPOTrainer._tool_call_loop`. One thing is cheaper here with the same result:
 TRL lets each turn sample up to the whole completion budget and cuts the turn to the budget that is left; here the
@@ -20,18 +20,21 @@ from .tool_calls import LostCallError, run_calls
 from .tools.runner import ToolRunner
 
 _NOTHING: tuple[list[Message], list[int]] = ([], [])
-"""The initial value of answers that were rendered early, with their ids."""
+"""A pair of no tool messages and no token ids, for as long as no messages have been rendered in advance."""
 
 
 class Episode:
-    """A conversation in progress. Subclasses implement `play`, which decides who answers the model.
+    """A conversation in progress. Subclasses implement `play`, where tools or an environment answer the model.
 
     Args:
-        index: row of this rank's batch.
+        index: number of the row in this rank's batch.
         prompt_ids: the prompt's token ids; empty where they are known only once the episode has begun.
         limits: limits of tokens and turns.
         request: makes the engine's request for one turn.
         failed: called when the conversation breaks off; raises where too many have.
+
+    Attributes:
+        conversation: the result, filled turn by turn.
     """
 
     def __init__(
@@ -76,7 +79,13 @@ class Episode:
             self._failed(conversation)
 
     async def sample(self, context: list[int], images: list[Any] | None, room: int | None) -> Completion:
-        """Sample the next turn, of at most `room` tokens; None for as many as the run allows."""
+        """Sample the next turn, record it, and return it.
+
+        Args:
+            context: token ids of the prompt and of everything after it.
+            images: images in the context, or None.
+            room: tokens of the turn at most; None for as many as the run allows.
+        """
         turn = len(self.conversation.turns)
         completion = await Generate(self._request(self._index, turn, context, images, room))
         self.sampled(completion, len(context))
@@ -95,7 +104,13 @@ class Episode:
 
 
 class ToolEpisode(Episode):
-    """A dialogue in which the tools that the model calls answer it."""
+    """An episode of one row, in which the model calls tools and is shown their results.
+
+    Args:
+        index, limits, request, failed: as in `Episode`.
+        dialogue: the row's prompt, its tools, and how messages are parsed and rendered.
+        runner: runs the tools.
+    """
 
     def __init__(
         self,
@@ -138,7 +153,12 @@ class ToolEpisode(Episode):
             message = await self._speak(prompt, limits.completion_tokens - length)
 
     async def _speak(self, prompt: list[int], room: int | None) -> Message:
-        """Sample one turn and return its message, empty where nothing was sampled."""
+        """Sample one turn and return it as an assistant's message, {} where nothing was sampled.
+
+        Args:
+            prompt: token ids of the conversation so far.
+            room: tokens of the turn at most; None for as many as the run allows.
+        """
         conversation, dialogue, first = self.conversation, self._dialogue, not self.conversation.turns
         if first and dialogue.first is not None:
             completion = dialogue.first
@@ -152,7 +172,14 @@ class ToolEpisode(Episode):
         return message
 
     def _parsed(self, token_ids: list[int], prompt: list[int]) -> Message:
-        """Return the message of a turn; plain text where the parser raises: the model may have caused the error."""
+        """Return a turn as an assistant's message, with the tool calls in it.
+
+        Where the parser raises, the message is plain text, because what the model sampled may have caused the error.
+
+        Args:
+            token_ids: the sampled tokens of the turn.
+            prompt: all tokens before them.
+        """
         try:
             return self._dialogue.parse(token_ids, prompt)
         except Exception as error:
@@ -160,12 +187,15 @@ class ToolEpisode(Episode):
             return {"role": "assistant", "content": self._dialogue.decode(token_ids)}
 
     def _render_early(self, answers: list[Message]) -> None:
-        """Render tools' answers in the thread of the tool that gave them, so that the engine's thread need not."""
+        """Render tools' messages to token ids in the tool's own thread, so that the engine's thread need not.
+
+        `_rendered` takes the ids from here if the messages are still the same.
+        """
         with contextlib.suppress(Exception):  # the engine's thread will then do it, and raise if need be
             self._early = answers, self._dialogue.observe(answers)
 
     def _rendered(self, answers: list[Message]) -> tuple[list[int], list[Any]]:
-        """Return token ids and images of tools' answers.
+        """Return the token ids that tools' messages add to the context, and the images in them.
 
         Raises:
             LostCallError: the chat template cannot render a tool's text or blocks.

@@ -26,13 +26,19 @@ WAIT = 1.0  # seconds: so that the progress bar moves while tools work
 
 
 class Observer(Protocol):
-    """An observer of the loop, told of each step of the engine and of each change; see `progress.Progress`."""
+    """An observer, which the loop tells of each step of the engine and of each change. `progress.Progress` is one."""
 
     def stepped(self, seconds: float, sampling: int, finished: Sequence[tuple[int, Completion]]) -> None:
-        """Note that the engine took a step with `sampling` requests, which finished these completions."""
+        """Note that the engine took a step.
+
+        Args:
+            seconds: duration of the step.
+            sampling: number of requests in the step.
+            finished: key of the request, and completion, of each request that the step finished.
+        """
 
     def moved(self, done: int, sampling: int, calling: int) -> None:
-        """Note how many conversations are over, are sampling, and wait for tools."""
+        """Note how many trajectories are over (`done`), wait for the engine (`sampling`) and for tools (`calling`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +65,11 @@ class Outcome:
 
 
 class OutOfTimeError(Exception):
-    """Raised inside a trajectory whose time is over, wherever it waits."""
+    """Raised inside a trajectory that has taken more than `max_seconds`, at whatever it awaits."""
 
 
 class Generate:
-    """One request to the engine; awaiting it gives the Completion."""
+    """One request to the engine, which a trajectory awaits; the result is the Completion."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -73,7 +79,7 @@ class Generate:
 
 
 class CallTool:
-    """One call that runs elsewhere; awaiting it gives its Outcome.
+    """One call of a tool or of an environment, which a trajectory awaits; the result is its Outcome.
 
     Args:
         name: name of what is called, for messages.
@@ -102,7 +108,7 @@ There is no asyncio here: its loop would have to run in the trainer's thread, wh
 
 
 class _Run:
-    """A trajectory in progress."""
+    """A trajectory in progress: its coroutine, its deadline, and the request or call that it waits for."""
 
     __slots__ = ("abandon", "coroutine", "expires", "key", "waiting_for")
 
@@ -133,7 +139,7 @@ class Loop:
         self._done = 0
 
     def run(self, trajectories: Sequence[TrajectoryCoroutine]) -> None:
-        """Run every trajectory to its end. An exception in one ends all of them."""
+        """Run every trajectory to its end. An exception in one ends all of them, and is raised."""
         waiting = deque(trajectories)
         try:
             anyone = True
@@ -186,7 +192,7 @@ class Loop:
     # --- tools ------------------------------------------------------------------------------------------------------
 
     def _deliver(self, wait: float = 0.0) -> None:
-        """Deliver what tools have answered. If there is nothing yet, wait up to `wait` seconds for the first answer."""
+        """Resume each trajectory whose call has an outcome by now. If none has, wait up to `wait` seconds for one."""
         while True:
             try:
                 run, call, outcome = self._inbox.get(timeout=wait) if wait else self._inbox.get_nowait()
@@ -215,7 +221,10 @@ class Loop:
             self._go_on(run, Outcome(lost=f"tool {run.waiting_for.name!r} {reason}"))  # type: ignore[union-attr]
 
     def _seconds_to_wait(self) -> float:
-        """Return the seconds until the next deadline, at most `SHARED_WAIT` or `WAIT`."""
+        """Return how long to wait for a tool, in seconds: until the next deadline of a trajectory or call.
+
+        The longest is `WAIT`, or `SHARED_WAIT` where other ranks share the engine.
+        """
         ends = [run.expires for run in self._live]
         ends += [run.waiting_for.expires for run in self._live if isinstance(run.waiting_for, CallTool)]
         longest = SHARED_WAIT if self._stream.shared else WAIT

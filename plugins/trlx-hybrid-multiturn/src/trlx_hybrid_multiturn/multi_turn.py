@@ -28,13 +28,13 @@ class TrajectoriesFailedError(HybridError):
 
 
 class MultiTurn(SingleTurn):
-    """The rollout that runs one trainer's conversations.
+    """The rollout that runs a trainer's multi-turn conversations, all of a batch at once on one engine.
 
-    Rows without tools, and what custom rollouts sample, run as in `single_turn`.
+    Rows without tools, and requests of a user's `rollout_func`, are sampled as by the rollout `single_turn`.
 
     Attributes:
         options: this rollout's options.
-        runner: runs tools and environments.
+        runner: runs the calls of tools and of environments' methods.
     """
 
     name = "multi_turn"
@@ -53,6 +53,12 @@ class MultiTurn(SingleTurn):
         self, session: Run, dialogues: Sequence[Dialogue], limits: Limits, request: RequestMaker
     ) -> list[Conversation]:
         """Run every dialogue to its end, and return the conversations in the order of the dialogues.
+
+        Args:
+            session: the run, with its engine and metrics.
+            dialogues: one for each row of the batch: its prompt, and the tools that the model may call.
+            limits: tokens and turns at which a conversation ends; `max_turns` may lower the turns.
+            request: makes the engine's request for one turn.
 
         Raises:
             TrajectoriesFailedError: more conversations broke off than `max_failed` allows.
@@ -80,7 +86,13 @@ class MultiTurn(SingleTurn):
     def run_trajectories(
         self, session: Run, trajectories: Sequence[TrajectoryCoroutine], conversations: Sequence[Conversation]
     ) -> None:
-        """Run coroutines over one stream of the engine to their end, and add their statistics to the metrics."""
+        """Run coroutines over one stream of the engine to their end, and add their statistics to the run's metrics.
+
+        Args:
+            session: the run, with its engine and metrics.
+            trajectories: coroutines that each run one episode.
+            conversations: what the episodes fill, one for each coroutine; read for the metrics.
+        """
         options, runner = self.options, self.runner
         runner.usage.clear()
         progress = Progress(len(trajectories), runner, self._visible)
@@ -104,7 +116,13 @@ class MultiTurn(SingleTurn):
         self.runner.close()
 
     def failures(self, total: int) -> Callable[[Conversation], None]:
-        """Return a function that counts the conversations of a batch that break off, and raises at too many."""
+        """Return a function to be called with each conversation of a batch that breaks off.
+
+        It counts them, and raises TrajectoriesFailedError when there are more than `max_failed` allows.
+
+        Args:
+            total: number of conversations in the batch.
+        """
         share = self.options.max_failed
         allowed = max(1, int(share * total)) if share else 0
         causes: Counter[str] = Counter()
@@ -123,7 +141,7 @@ class MultiTurn(SingleTurn):
 
 
 async def _told(number: int, episode: Episode, tell: Callable[[int, Conversation], None] | None) -> None:
-    """Run an episode to its end, and pass its conversation to `tell`, if given."""
+    """Run an episode to its end, and pass its number in the batch and its conversation to `tell`, if given."""
     await episode.run()
     if tell is not None:
         tell(number, episode.conversation)
@@ -131,7 +149,10 @@ async def _told(number: int, episode: Episode, tell: Callable[[int, Conversation
 
 @contextmanager
 def _switching_every(seconds: float) -> Iterator[None]:
-    """Set the interpreter's switch interval, so that the thread that steps the engine does not wait long."""
+    """Set the interpreter's thread switch interval within this context, in seconds.
+
+    A short one keeps the thread that steps the engine from waiting long for threads of tools.
+    """
     before = sys.getswitchinterval()
     sys.setswitchinterval(seconds)
     try:

@@ -27,9 +27,9 @@ class MultiTurnOptions:
         tools: where synchronous tools run. "thread": beside the engine, many at once, so they must be thread-safe;
             "process": each call in a process that can be killed, for tools that compute or may crash; "main": in the
             trainer's thread one after another, as in TRL, while the engine waits. A tool that cannot work in a thread
-            of its own (`signal`, sqlite3's connections) is moved to "main" with a warning, and called again. Plain
-            methods of environments run in threads, or in the trainer's thread with "main". Asynchronous tools run on
-            the trainer's event loop.
+            of its own (it uses `signal`, or a sqlite3 connection of another thread) is moved to "main" with a warning,
+            and called again. Plain methods of environments run in threads, or in the trainer's thread with
+            "main". Asynchronous tools run on the trainer's event loop.
         tool_modes: where single tools run, by name; overrides `tools`.
         max_tools: calls at once in threads, and as many on the event loop, environments' included. Further calls wait,
             and their time begins when they start.
@@ -41,13 +41,15 @@ class MultiTurnOptions:
             at its end, with a note that says how much was cut.
         max_seconds: seconds that one trajectory may take; what it has by then is kept, as at a limit of tokens.
         max_turns: turns of one trajectory, the first included; tool calls of the last turn are not executed.
-        max_failed: share of a batch's trajectories that may break off before the run stops; one always may, unless
-            this is 0. A tool's own error does not break a trajectory off: the model is shown the error.
-        max_hung: threads of tools that never returned, at once, before the run stops.
+        max_failed: share of a batch's trajectories that may break off (end by a failure, and not be trained on) before
+            the run stops; one always may, unless this is 0. A tool's own error does not break a trajectory off: the
+            model is shown the error.
+        max_hung: how many threads may hang at once, in tools that do not return, before the run stops.
         switch_interval: seconds between the interpreter's thread switches during a rollout. Shorter than Python's
             0.005, so that the thread that steps the engine waits less for tools that compute.
         progress: show a progress bar, where the trainer shows one.
-        record, record_limit: older names of `plugin_options["trajectories"]`, which records with any rollout.
+        record, record_limit: older places of the options of these names in `plugin_options["trajectories"]`, which
+            record the trajectories of any rollout.
     """
 
     tools: Mode = "thread"

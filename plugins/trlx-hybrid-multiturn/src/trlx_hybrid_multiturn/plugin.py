@@ -40,7 +40,7 @@ def trlx_register(registry: Registry) -> None:
 
 @hookimpl
 def trlx_configure(session: Session) -> None:
-    """Pass `record` on to the plugin `trajectories`: it is the older option, of this rollout only."""
+    """Pass the older option `rollout_options["record"]` on to the plugin `trajectories`, which does the recording."""
     rollout = session.selection.rollout
     options = rollout.options if rollout is not None else None
     if not isinstance(options, MultiTurnOptions) or options.record is None:
@@ -54,7 +54,7 @@ def trlx_configure(session: Session) -> None:
 
 @hookimpl
 def trlx_report_header(session: Session) -> str | None:
-    """Return a note where a run chose `multi_turn` and has neither tools nor an environment."""
+    """Return a note for the run's header if it chose `multi_turn` without tools and without an environment."""
     from trlx_hybrid.plugins.selection import PLAYED
 
     selection = session.selection

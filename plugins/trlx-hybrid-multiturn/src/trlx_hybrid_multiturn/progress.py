@@ -21,12 +21,15 @@ HEAVY = 0.1  # share of the rollout's wall time spent computing in tools' thread
 
 
 class Progress:
-    """An observer of the loop: shows a progress bar, and times engine steps with tools running and without.
+    """An observer of the rollout's loop: shows a progress bar, and times engine steps with tools running and without.
 
     Args:
         total: trajectories of this rank's batch.
         runner: runs the tools, and knows which calls run.
         visible: whether to show the bar.
+
+    Attributes:
+        tokens: number of tokens sampled so far.
     """
 
     def __init__(self, total: int, runner: ToolRunner, visible: bool) -> None:
@@ -43,12 +46,12 @@ class Progress:
         self.tokens = 0
 
     def stepped(self, seconds: float, sampling: int, finished: Sequence[tuple[int, Completion]]) -> None:
-        """Record an engine step."""
+        """Record the seconds of an engine step with `sampling` requests, and the tokens that it finished."""
         self._steps[sampling, self._runner.busy > 0].append(seconds)
         self.tokens += sum(len(completion.token_ids) for _, completion in finished)
 
     def moved(self, done: int, sampling: int, calling: int) -> None:
-        """Refresh the bar, at most once per interval."""
+        """Show how many trajectories are over, wait for the engine and for tools, at most once per interval."""
         now = time.perf_counter()
         if self._bar.disable or now - self._shown < self._interval:
             return
@@ -90,6 +93,12 @@ def metrics(
 
     A metric of one turn is a list with one number per trajectory that has such a turn. Few batches may reach the turn,
     and few trajectories of a batch; a mean over the batches' means would give each of those batches equal weight.
+
+    Args:
+        conversations: the rollout's conversations, finished.
+        usage: counters of each tool's calls.
+        progress: timed the rollout's engine steps.
+        stream: the engine's stream, which may count prompt tokens and those found in the prefix cache.
     """
     turns = [len(c.turns) for c in conversations]
     found: dict[str, float | list[float]] = {
@@ -118,7 +127,7 @@ def metrics(
 
 
 def heavy_tools(usage: Mapping[str, ToolUsage], progress: Progress, runner: ToolRunner) -> dict[str, str]:
-    """Return a warning for each tool that computes so much in threads that the engine's steps wait for it."""
+    """Return warnings, by tool, of tools that compute so much in threads that the engine's steps wait for them."""
     inflation = progress.inflation()
     beside = f" Engine steps beside tools took {inflation:.1f} times as long as without." if inflation else ""
     found = {}

@@ -72,7 +72,11 @@ class Episodes:
         self._tokens: tuple[tuple[Any, ...], TemplateTokens] | None = None  # with what they were made of
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """Play the batch, and return the fields that TRL asks of a `rollout_func`.
+        """Play one episode per prompt, and return the fields that TRL asks of a `rollout_func`.
+
+        Args:
+            prompts: this rank's prompts, lists of chat messages.
+            trainer: the trainer, with its session.
 
         Raises:
             ConfigError: the trainer's rollout is not `multi_turn`, the trainer has tools, or its chat template is not
@@ -125,7 +129,10 @@ class Episodes:
         } | ({"images": [run.images or None for run in runs]} if sees_images else {})
 
     def _tokens_of(self, trainer: Any) -> TemplateTokens:
-        """Return the trainer's `TemplateTokens`, made anew if an earlier batch had another tokenizer or template."""
+        """Return the encoder of prompts and observations for the trainer's tokenizer and chat template.
+
+        It is made at the first batch, and again when the tokenizer or the template has changed since.
+        """
         tokenizer, template = trainer.processing_class, trainer.chat_template
         options, end_ids = trainer.chat_template_kwargs, trainer.eos_token_ids
         made_of = (tokenizer, tokenizer.chat_template, template, options, end_ids)
@@ -137,7 +144,19 @@ class Episodes:
 
 
 class EnvironmentEpisode(Episode):
-    """An episode of one row, in which the model and its environment take turns."""
+    """An episode of one row, in which the model and its environment take turns.
+
+    Args:
+        index, limits, request, failed: as in `Episode`.
+        row: the dataset's row, which the environment's `reset` is given.
+        prompt: messages of the row's prompt.
+        environment: answers the model.
+        tokens: encodes the prompt and the observations.
+        tokenizer: decodes completions.
+
+    Attributes:
+        reward: sum of the steps' rewards; None where no step gave one, or the episode broke off.
+    """
 
     def __init__(
         self,
@@ -163,7 +182,7 @@ class EnvironmentEpisode(Episode):
         return [*self._prompt_images, *self.conversation.images]
 
     def give_up(self) -> None:
-        """Remove the reward, and set `prompt_ids` if they are not yet known."""
+        """Remove the reward of an episode that broke off, and set `prompt_ids` if `reset` had not returned yet."""
         self.reward = None
         self.prompt_ids = self.prompt_ids or self._tokens.prompt(self._prompt)
 
@@ -223,10 +242,10 @@ class EnvironmentEpisode(Episode):
 
 
 def _multi_turn(trainer: Any) -> MultiTurn:
-    """Return the trainer's rollout.
+    """Return the trainer's rollout, checked to be the one that episodes with environments need.
 
     Raises:
-        ConfigError: the rollout is not this plugin's, or the trainer has tools.
+        ConfigError: the rollout is not `multi_turn`, or the trainer has tools.
     """
     session = getattr(trainer, "session", None)
     rollout = getattr(session, "rollout", None)

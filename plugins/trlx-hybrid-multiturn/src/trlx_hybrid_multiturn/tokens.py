@@ -1,8 +1,8 @@
-"""Observations as token ids, without encoding again what the model has sampled.
+"""The token ids of observations, the messages between two turns of the model, without encoding its turns again.
 
-The tokens between two turns are the difference that a message makes in the chat template: a short conversation is
-rendered with the observation and without, and the observation is what the first rendering has beyond the second. Both
-are cut where the turn ends, since templates go on with a newline there that the model never samples.
+A short conversation is rendered by the chat template with the observation and without; the observation's tokens are
+those that the first rendering has beyond the second. The second is cut where the model's turn ends, since templates go
+on with a newline there that the model never samples.
 
 Source: trl 1.16, `GRPOTrainer._get_tool_suffix_ids`, which does the same for the answers of tools.
 """
@@ -20,7 +20,7 @@ PROBES: tuple[Message, ...] = ({"role": "user", "content": "first"}, {"role": "u
 
 
 class TemplateTokens:
-    """An encoder of prompts and observations, for one tokenizer and chat template.
+    """An encoder of prompts and observations (what the model is shown between turns), by one chat template.
 
     Args:
         tokenizer: a transformers tokenizer, or a processor, whose tokenizer and template are used. Messages then have
@@ -57,7 +57,7 @@ class TemplateTokens:
             )
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of a prompt, up to where the model's turn begins."""
+        """Return the token ids of a prompt, with the template's tokens that begin the model's turn."""
         return list(self._render(messages, speak=True))
 
     def observation(self, messages: Sequence[Message], after: int | None = None) -> list[int]:
@@ -78,7 +78,11 @@ class TemplateTokens:
         return shown[1:] if self._endless and after in self._end_ids and shown[:1] == [after] else shown
 
     def _refuses(self) -> str | None:
-        """Set the prefix; return why that is impossible, or None."""
+        """Render a short conversation as the prefix that `observation` takes off, and try it with two messages.
+
+        Returns:
+            Why the template cannot be used so; None if it can.
+        """
         try:
             asked, prefix = self.prompt(BEFORE[:1]), list(self._render(BEFORE, speak=False))
             begun = _shared(asked, prefix)  # start of the model's message; ends before it belong to others
@@ -109,7 +113,13 @@ class TemplateTokens:
         ]
 
     def _render(self, messages: Sequence[Message], *, speak: bool, tokenize: bool = True) -> Any:
-        """Return the rendered messages as token ids, or as text."""
+        """Return messages rendered by the chat template, as token ids, or as text.
+
+        Args:
+            messages: the chat messages.
+            speak: append the tokens that begin the model's turn.
+            tokenize: return token ids; else text.
+        """
         messages = self._shaped(messages)
         images = images_of(messages) if tokenize and self._processor is not None else []
         rendered = self._tokenizer.apply_chat_template(
@@ -141,8 +151,12 @@ def preserving_tokens(
 ) -> TemplateTokens:
     """Return `TemplateTokens` of the current template if it preserves prefixes, else of TRL's training template.
 
+    A template preserves prefixes if it renders messages the same whatever follows them.
+
     Args:
+        tokenizer, chat_template, options, end_ids: as in `TemplateTokens`.
         training_template: returns TRL's training template, or raises ValueError where TRL has none for this tokenizer.
+            None if TRL holds the tokenizer's own template for prefix-preserving.
 
     Raises:
         ConfigError: neither template preserves prefixes.

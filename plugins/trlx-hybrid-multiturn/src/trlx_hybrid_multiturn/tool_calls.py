@@ -37,7 +37,8 @@ async def run_calls(
         dialogue: holds the tools and the environment of this row.
         conversation: counts the calls.
         runner: runs the tools.
-        early: may be called with the messages before this function returns them, in another thread. Must not raise.
+        early: may be called with the messages before this function returns them, in the tool's thread, to work on them
+            while the engine steps. Must not raise.
 
     Raises:
         LostCallError: a call could not be made, or its result did not come back.
@@ -90,6 +91,8 @@ def _early(early: Callable[[list[Message]], None], name: str, value: Any) -> Non
 def _content(name: str, outcome: Outcome, conversation: Conversation) -> Any:
     """Return what the model is shown of a call: its result, or the error if the tool itself caused it.
 
+    Counts errors and mended answers in `conversation`.
+
     Raises:
         LostCallError: the call was lost, and the tool did not cause that.
     """
@@ -115,9 +118,9 @@ def _content(name: str, outcome: Outcome, conversation: Conversation) -> Any:
 
 
 def _part_with_environment(tool: Callable[..., Any], outcome: Outcome, dialogue: Dialogue) -> None:
-    """Discard the environment if a call of it never came back.
+    """Discard the row's environment if `tool` is a method of it and this call never came back.
 
-    That call may go on using it, so no other row may have it.
+    That call may go on using the environment, so no other row may have it.
     """
     if outcome.by_tool and _is_of_environment(tool, dialogue):
         dialogue.discard()

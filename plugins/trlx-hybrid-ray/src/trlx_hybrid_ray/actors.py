@@ -27,9 +27,9 @@ from .waiting import replies
 from .worker_group.errors import DeadlineError, WorkerDiedError, WorkerError
 
 DEADLINE = 600.0
-"""Seconds that a batch of rewards, or a call of an environment, may take by default."""
+"""The default limit in seconds for scoring a batch with a remote reward, or for one call of a remote environment."""
 START_SECONDS = 120.0
-"""Seconds that the workers of a reward or an environment may take to start by default."""
+"""The default limit in seconds for the workers of a remote reward or environment to start."""
 GRACE = 1.0  # seconds in which an actor's child processes may end by themselves once the actor is gone
 RETURNED, RAISED, NOT_PLAIN = b"v", b"e", b"n"  # the first byte of a reply
 
@@ -41,7 +41,7 @@ _connection = ExitStack()  # ends with the process
 
 
 def ensure_connected() -> None:
-    """Connect this process to Ray unless it is connected, and print the cluster to standard error.
+    """Connect this process to a Ray cluster unless it is connected, and print the cluster's address to standard error.
 
     `RAY_ADDRESS` names the cluster to join, as it does in a job of `ray job submit` and under `trlx-hybrid launch`.
     Where it is not set, a cluster is started on this machine, and ends with this process.
@@ -69,7 +69,12 @@ def ensure_connected() -> None:
 
 
 def check_settings(function: str, deadline: float, **counts: int) -> None:
-    """Check the settings of `remote_reward` and `remote_environment`, before anything starts.
+    """Check numbers that a user passed to `remote_reward` or `remote_environment`, before anything starts.
+
+    Args:
+        function: the name of the called function, for messages.
+        deadline: seconds, which must be above 0.
+        counts: numbers by the name of their argument, such as `workers`, which must be 1 or more.
 
     Raises:
         ConfigError: a setting is out of range; names it.
@@ -86,10 +91,10 @@ def check_settings(function: str, deadline: float, **counts: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Pickled:
-    """A pickled object of the user's, to be sent to an actor.
+    """A pickled object of the user's, such as a reward function, to be sent to an actor and loaded there.
 
     Attributes:
-        what: the object's description, for messages.
+        what: a description of the object, for messages.
         body: the pickle.
         path: `sys.path` of the sender. With it an actor finds modules beside the user's script, on machines that share
             the folder.
@@ -105,7 +110,7 @@ class Pickled:
         reference to their module.
 
         Args:
-            what: the object's description, for messages.
+            what: a description of the object, for messages.
             remedy: advice for the user where the object cannot be pickled.
 
         Raises:
@@ -120,7 +125,8 @@ class Pickled:
         return cls(what, body, tuple(os.path.abspath(entry) for entry in sys.path))
 
     def load(self) -> Any:
-        """Load the object, in a process that need not know its module yet.
+        """Unpickle the object in the actor. The sender's `sys.path` is added first, so that modules beside the user's
+        script are found.
 
         Raises:
             ConfigError: a module is missing on this node, or its import fails.
@@ -136,7 +142,12 @@ class Pickled:
 
 
 def obstacle(value: Any, error: BaseException) -> str:
-    """Say why an object cannot be pickled, and which of its parts prevents it, as far as that can be found out."""
+    """Return, for a message, why an object cannot be pickled, and which of its parts prevents it, as far as that can be
+    found out.
+
+    Args:
+        error: the exception that pickling the object raised.
+    """
     from ray.util import inspect_serializability
 
     reason = " ".join(str(error).split())[:200]
@@ -149,7 +160,8 @@ def obstacle(value: Any, error: BaseException) -> str:
 
 
 def reply_of(function: Callable[[], Any]) -> bytes:
-    """Call a function in an actor, and return its result or its exception as plain data."""
+    """Call a function in an actor, and return a reply to send to the trainer: the function's result or exception as
+    plain data, for `result_of`."""
     try:
         value = function()
     except BaseException as error:  # a tool's SystemExit is its error, not the end of this process
@@ -163,10 +175,11 @@ def reply_of(function: Callable[[], Any]) -> bytes:
 
 
 def result_of(reply: bytes, where: str) -> Any:
-    """Return, in the trainer, the result of a function that `reply_of` called in an actor.
+    """Decode, in the trainer, a reply that `reply_of` made in an actor: return the function's result, or raise the
+    function's exception.
 
     Args:
-        where: the actor, for the note on an exception.
+        where: a description of the actor, for the note on an exception.
 
     Raises:
         NotPlainError: the result is not plain data, or has a type that is unknown here; names the part.
@@ -182,7 +195,7 @@ def result_of(reply: bytes, where: str) -> Any:
 
 
 def whereabouts() -> str:
-    """Return the node and the process of this actor, for messages."""
+    """Return node and process id of this actor as text, for messages."""
     import ray
 
     return f"node {ray.get_runtime_context().get_node_id()[:12]}, pid {os.getpid()}"
@@ -204,14 +217,14 @@ def see_own_gpus() -> None:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """An actor of a pool.
+    """An actor of an `ActorPool`, with what the pool knows of it.
 
     Attributes:
-        noun: the word for such an actor in messages.
+        noun: the word for such an actor in messages, such as "engine".
         index: the position in the pool. A replacement takes the index and the resources of the actor that it replaces.
         number: a number that is unique in the pool, replacements included.
         handle: the actor's handle.
-        where: node and process of the actor, once it runs.
+        where: the actor's node and process, for messages; "" until it runs.
         dead: whether the actor can no longer be called.
     """
 
@@ -230,10 +243,12 @@ class ActorPool:
     """A pool of actors of one class, on resources that are reserved before anything starts.
 
     Args:
-        kind: the actors' class. Its method `ready` returns the reply to the start and the actor's location, or raises.
+        kind: the actors' class. Its method `ready` returns a reply of `reply_of`, which says whether the actor started,
+            and `whereabouts()`; or it raises.
         arguments: the arguments of its constructor.
         size: the number of actors.
-        places: a function that reserves the resources. The last placement that it returns has a bundle for each actor.
+        places: a function that reserves the resources, called at the first start. The last placement that it returns
+            has a bundle for each actor.
         noun: the word for an actor in messages.
         start_deadline: seconds for all actors to start.
         threads: the number of calls that an actor carries out at once; by default Ray's.
@@ -265,7 +280,7 @@ class ActorPool:
 
     def launch(self, indices: Sequence[int] | None = None) -> None:
         """Start the actors of these indices in the background, in place of any that exist; by default all actors of the
-        pool.
+        pool. `started` waits for them.
 
         Raises:
             PlacementError: the resources cannot be had.
@@ -282,8 +297,8 @@ class ActorPool:
             self._starting[worker] = handle.ready.remote()
 
     def started(self) -> Iterator[tuple[Worker, BaseException | None]]:
-        """Wait for all launched actors and yield each. An actor that does not start is killed, and comes with the
-        error: one of Ray's, or the exception that it raised."""
+        """Wait for all launched actors, and yield each with None, or with the error that kept it from starting. That is
+        one of Ray's errors, or the exception that the actor raised. An actor that does not start is killed."""
         from ray.exceptions import RayError
 
         for worker, found in replies(self._starting, self._seconds):
@@ -300,7 +315,7 @@ class ActorPool:
             yield worker, error
 
     def kill(self, worker: Worker) -> None:
-        """Kill a worker, even during a call."""
+        """Kill an actor of the pool, even during a call, and mark it as dead."""
         import ray
 
         worker.dead = True
@@ -319,7 +334,8 @@ class ActorPool:
 
 
 class PoolActor:
-    """Base class of actors in a `UserPool`. The constructor loads the user's object, and `ready` returns the outcome.
+    """The base class of actors in a `UserPool`. The constructor loads the user's object, and `ready` reports whether
+    that worked.
 
     On Linux no process that an actor started outlives it, daemons included, however the actor ends.
     """
@@ -334,24 +350,26 @@ class PoolActor:
         self.load(pickled.load(), *settings)
 
     def load(self, loaded: Any, *settings: Any) -> None:
-        """Take the user's object and the settings."""
+        """Take the user's object, which has been loaded, and the settings that the pool was made with. Subclasses
+        implement it; what it raises is reported as a failed start."""
         raise NotImplementedError
 
     def ready(self) -> tuple[bytes, str]:
-        """Return the reply to the start, and node and process of this actor."""
+        """Return the outcome of the start as a reply of `reply_of`, and the actor's node and process as text."""
         return self._started, whereabouts()
 
 
 class UserPool(ActorPool):
-    """A pool of actors that load an object of the user's: a reward or an environment.
+    """A pool of actors that each load the same object of the user's: a reward or an environment. The actors start when
+    the pool is made.
 
     Args:
-        kind: the actors' class; Ray shows the actors under `name`.
+        kind: the actors' class. Ray shows the actors under `name`.
         pickled, settings: the object and the settings that each actor loads.
         role: "reward" or "environment", for messages and for lists of who holds which resources.
         workers: the number of actors.
         cpus, gpus: the resources of each actor.
-        others: as of `ActorPool`.
+        others: as `ActorPool` takes them.
 
     Raises:
         ConfigError: the resources make no sense.
@@ -389,7 +407,8 @@ class UserPool(ActorPool):
             raise
 
     def restore(self) -> None:
-        """Start another actor in place of each dead one, or all actors after `close`.
+        """Start another actor in place of each dead one, or all actors where there are none yet or after `close`. Waits
+        until they have started.
 
         Raises:
             PlacementError: the resources cannot be had.

@@ -41,7 +41,8 @@ LOCAL, AUTO = "local", "auto"
 START_SECONDS = 60.0
 STOP_SECONDS = 8.0
 ANSWER_SECONDS = 8.0
-"""Seconds that Ray may take for a call. Ray's own client would wait a minute, and then end this process."""
+"""Seconds that Ray's cluster may take to answer a call. Ray's own client would wait a minute, and then end this
+process."""
 POLL = 0.1
 OBJECT_STORE = 1 << 30
 REFUSED_SECONDS = 10.0
@@ -51,19 +52,19 @@ HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """The first bytes that every client of gRPC, the protocol of Ray's head, sends: HTTP/2's preface and an empty SETTINGS
 frame."""
 JOIN_VARIABLE, JOIN_SECONDS = "RAY_gcs_server_port_wait_time_s", "5"
-"""The variable that limits Ray's attempts to join once the port is open, about a second each, and its value. Ray tries
-again after a wrong token, too."""
+"""A variable of Ray and its value, which limit how often Ray tries to join a cluster whose port is open. Each attempt
+takes about a second, and Ray tries again even after a wrong token."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """A cluster that this process is connected to.
+    """A Ray cluster that this process is connected to, as `connect` yields it.
 
     Attributes:
         address: host:port, as `connect` takes it to join the cluster from another process.
-        namespace: the namespace of this run's named actors.
+        namespace: Ray's namespace of this run's named actors.
         dashboard: the dashboard's URL, or None where no dashboard runs.
         token: the file with the cluster's token, where this process made the token or was given one.
         started: whether this process started the cluster, so that it ends with the context.
@@ -93,7 +94,7 @@ def connect(
     token_file: str | Path | None = None,
     object_store_memory: int = OBJECT_STORE,
 ) -> Iterator[Cluster]:
-    """Start a local cluster, or join a running one, for as long as the context lasts.
+    """Start a Ray cluster on this machine, or join a running one, for as long as the context lasts.
 
     A started cluster is shut down at the end; a joined one keeps running, without this driver's actors. Children of
     this process find the cluster and its namespace in the environment, see `announce`.
@@ -101,8 +102,8 @@ def connect(
     Args:
         address: "local" starts a cluster; host:port joins one; "auto" joins the cluster that Ray finds on this machine.
         namespace: the namespace of named actors; by default a new one for each run, which keeps runs apart.
-        cpus, gpus: the resources of a started cluster; by default those of the machine. For tests, Ray can be told of
-            more GPUs than the machine has.
+        cpus, gpus: the resources of a started cluster; by default those of the machine. Tests may state more GPUs than
+            the machine has.
         dashboard: start a dashboard with the cluster.
         everywhere: let a started cluster listen on all interfaces, for nodes on other machines. By default dashboard
             and ports are reachable from this machine only.
@@ -156,8 +157,8 @@ def connect(
 
 
 def environment() -> dict[str, str]:
-    """Return the variables that a child of this process needs to join the same run. Works in the driver, an actor or a
-    task.
+    """Return the environment variables by which a child of this process joins the same cluster and namespace: address,
+    namespace and authentication. Works in the driver, an actor or a task.
 
     The variables name the token's file; they hold the token itself only where the user put it into the environment.
     """
@@ -171,8 +172,8 @@ def environment() -> dict[str, str]:
 
 
 def announce() -> None:
-    """Put `environment()` into this process's own environment, for children that other code starts. Actors call it when
-    they start."""
+    """Set in `os.environ` the variables that `environment` returns, by which child processes find the cluster. So
+    children that other code starts inherit them. `connect` calls it."""
     os.environ.update(environment())
 
 
@@ -182,9 +183,11 @@ _hung: list[Future[Any]] = []
 
 
 def answer(work: Callable[[], T], seconds: float | None = None) -> T:
-    """Return the result of a call of Ray that a thread makes: Ray's client may wait for a head that is gone or stopped.
+    """Make a call of Ray's client in a thread, and return its result or give up in time. Ray's client may wait for ever
+    for a head that is gone or stopped.
 
     Args:
+        work: a function that makes the call.
         seconds: how long to wait; by default `ANSWER_SECONDS`, and more on a busy host.
 
     Raises:
@@ -200,15 +203,15 @@ def answer(work: Callable[[], T], seconds: float | None = None) -> T:
 
 
 def ask(work: Callable[[], object], seconds: float | None = None) -> None:
-    """Make a call of Ray as `answer` does, but ignore a missing answer. For a run's end, when the cluster may be ending
-    as well."""
+    """Make a call of Ray's client as `answer` does, but return nothing and ignore a missing answer. Used at a run's
+    end, when the cluster may be ending as well."""
     with suppress(ClusterError):
         answer(work, seconds)
 
 
 def hung() -> bool:
-    """Return whether a call has not returned yet. At its exit the interpreter would then wait for Ray's exit
-    handlers."""
+    """Return whether a call that `answer` gave up has still not returned. The interpreter would then wait at its exit
+    for Ray's exit handlers, so the process must be ended otherwise."""
     return any(not call.done() for call in _hung)
 
 
@@ -226,7 +229,12 @@ def _refuse_second_connection() -> None:
 
 @contextmanager
 def _joined(address: str, namespace: str) -> Iterator[str]:
-    """Connect to a cluster; yields the dashboard's host and port."""
+    """Connect this process to the cluster at `address` for as long as the context lasts. Yields the dashboard's address
+    as host:port; empty where no dashboard runs.
+
+    Raises:
+        ClusterError: Ray could not join, or the cluster refused the token.
+    """
     import ray
 
     os.environ.pop(ADDRESS, None)
@@ -250,7 +258,8 @@ def _joined(address: str, namespace: str) -> Iterator[str]:
 
 
 def _unauthenticated(error: BaseException | None) -> bool:
-    """Return whether the token is the cause of an error. Ray says so in the text of some error in the chain."""
+    """Return whether a refused token caused this error. Ray says so only in the text of one of the chained
+    exceptions."""
     while error is not None:
         if "Unauthenticated" in str(error) or "AuthenticationError" in f"{type(error).__name__} {error}":
             return True
@@ -259,7 +268,7 @@ def _unauthenticated(error: BaseException | None) -> bool:
 
 
 def _answering(address: str) -> str:
-    """Return host:port of a cluster that answers.
+    """Resolve an address or "auto" to host:port, and check that a cluster answers there.
 
     Raises:
         ClusterError: `address` is malformed, "auto" found no cluster, or no cluster answers.
@@ -318,11 +327,16 @@ def _greet(host: str, port: int) -> None:
 
 @contextmanager
 def _started(settings: dict[str, Any], folder: Path) -> Iterator[str]:
-    """Start a cluster in a session of its own; yields its address.
+    """Start a cluster from a child process with a session of its own. Yields the cluster's address as host:port, and
+    ends the cluster with the context.
 
     Ray leaves the processes of a cluster in the driver's process group. `timeout` and batch systems end a whole group
     with SIGTERM. That would end the cluster while the driver still needs it to end its actors. So a child process in a
     session of its own starts the cluster, and ends it when this process is killed.
+
+    Args:
+        settings: the arguments of `ray.init`.
+        folder: a folder for the log of the start.
 
     Raises:
         ClusterError: the cluster does not start.
@@ -356,7 +370,12 @@ def _started(settings: dict[str, Any], folder: Path) -> Iterator[str]:
 
 
 def _serve(settings: dict[str, Any]) -> None:
-    """Start a cluster, print its address, and end it when standard input ends or the parent process is gone."""
+    """Start a cluster, print its address, and end the cluster when standard input ends or the parent process is gone.
+    This is what the child process of `_started` runs.
+
+    Args:
+        settings: the arguments of `ray.init`.
+    """
     import ray
 
     parent = os.getppid()
@@ -373,8 +392,9 @@ def _serve(settings: dict[str, Any]) -> None:
 
 
 def _outlive_signals() -> None:
-    """Install handlers that do nothing for the signals that end a process. Ignored signals would stay ignored in every
-    process that Ray starts, ranks included, and Ray's log monitor would have to be killed."""
+    """Install handlers that do nothing for SIGINT, SIGTERM and SIGHUP, so that these do not end this process. Ignored
+    signals would stay ignored in every process that Ray starts, ranks included, and Ray's log monitor would have to be
+    killed."""
     for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(stop, lambda *_: None)
 

@@ -1,7 +1,8 @@
-"""Checks of whether this run is being debugged, and the settings of Ray's two debuggers.
+"""Settings of Ray's two debuggers, and functions that say whether the user wants one of them.
 
-Ray has two: the distributed one speaks debugpy's protocol (`RAY_DEBUG=1`, its default), the other is pdb behind a port
-(`RAY_DEBUG=legacy`, with `ray debug`). They exclude each other. A set variable means that the user wants to debug.
+Ray's distributed debugger speaks debugpy's protocol (`RAY_DEBUG=1`, Ray's default). The other one is pdb behind a port,
+attached to with `ray debug` (`RAY_DEBUG=legacy`). They exclude each other. Where `RAY_DEBUG` is set, the user wants to
+debug.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ def legacy() -> bool:
 
 
 def patience(seconds: float) -> float:
-    """Return a deadline, or infinity while debugging: a person at a breakpoint takes longer than any program."""
+    """Return the deadline `seconds` unchanged, or infinity while the user debugs: a person at a breakpoint takes longer
+    than any program."""
     return math.inf if wanted() else seconds
 
 
 def variables() -> Mapping[str, str]:
-    """Return the variables that an actor needs in its environment to stop in the same debugger. A joined cluster was
-    started without them."""
+    """Return the debugger's environment variables that are set here, for an actor to stop in the same debugger. A
+    joined cluster was started without them, so its actors do not inherit them."""
     return {name: os.environ[name] for name in (CHOICE, POST_MORTEM) if name in os.environ}
 
 
@@ -59,7 +61,12 @@ def check() -> None:
 
 
 def attaching(address: str, token: Path | None) -> str:
-    """Return a line that says what to type in another terminal to attach the debugger."""
+    """Return a line that tells the user which command attaches the debugger from another terminal.
+
+    Args:
+        address: host:port of the cluster.
+        token: the file with the cluster's token, or None.
+    """
     told = {LOOPBACK_VARIABLE: "0"} if address.startswith("127.") else {}
     told |= {MODE: "token", PATH: str(token)} if token else {}
     told[CHOICE] = LEGACY
@@ -69,5 +76,6 @@ def attaching(address: str, token: Path | None) -> str:
 
 
 def post_mortem() -> bool:
-    """Return whether the debugger should stop where an uncaught exception was raised."""
+    """Return whether the user asks that the debugger stops where an uncaught exception was raised
+    (`RAY_DEBUG_POST_MORTEM=1`)."""
     return os.environ.get(POST_MORTEM) == "1"

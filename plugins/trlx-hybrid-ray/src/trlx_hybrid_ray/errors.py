@@ -10,21 +10,23 @@ class ClusterError(HybridError):
 
 
 class PlacementError(HybridError):
-    """An error of resources that are not available. The message ends with a table of the request, the free resources
-    and the holders of the rest."""
+    """The error raised where requested resources are not available. The message ends with a table of the cluster's
+    nodes: free resources, and who holds the rest."""
 
 
 class LaunchError(HybridError):
-    """An error of ranks that could not be started. Names the ranks, their nodes and the way out."""
+    """The error raised where `trlx-hybrid launch` could not start the ranks. Names the ranks, their nodes and the way
+    out."""
 
 
 class ScriptError(LaunchError):
-    """An error of a node without the script or its folder. Another attempt cannot help."""
+    """The error raised where a node lacks the script or its folder. Unlike after other launch errors, the launch is not
+    tried again."""
 
 
 def brief(error: BaseException) -> str:
-    """Return a Ray error in one line. Where a remote exception caused it, that is the exception without its
-    traceback."""
+    """Return a Ray error in one line, for messages. Where an exception in a remote process caused it, the line shows
+    that exception, without its traceback."""
     cause = getattr(error, "cause", None) or error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     lines = [line for line in lines if not line.startswith(f"See {TROUBLESHOOTING}")] or ["no message"]

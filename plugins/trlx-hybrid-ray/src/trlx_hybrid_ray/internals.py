@@ -1,4 +1,5 @@
-"""The uses of Ray 2.60 beyond its documented interface. `tests/test_cluster.py` fails when Ray changes them."""
+"""Uses of Ray 2.60's undocumented interface, kept in this one file. `tests/test_cluster.py` fails when Ray changes
+them."""
 
 from __future__ import annotations
 
@@ -8,13 +9,14 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Ray's variable that chooses between nodes that other machines can reach and nodes that only this machine can reach.
-Its name has the systems where the latter is the default, but Ray reads it on every system. An address of 127.0.0.1 is
-not enough: Ray resolves it to the machine's outward address, and listens on all interfaces."""
+"""Ray's variable that says whether a started cluster is reachable from other machines ("1") or from this machine only
+("0"). It is named after the systems where the latter is the default, but Ray reads it on every system. An address of
+127.0.0.1 is not enough: Ray resolves it to the machine's outward address, and listens on all interfaces."""
 
 
 def reread_environment() -> None:
-    """Make an imported Ray read authentication mode, token and `LOOPBACK_VARIABLE` from the environment again."""
+    """Make Ray, where it is imported already, read authentication mode, token and `LOOPBACK_VARIABLE` from the
+    environment again. Call it after these variables have changed."""
     if "ray" in sys.modules:
         from ray import _raylet
         from ray._private import ray_constants
@@ -26,7 +28,8 @@ def reread_environment() -> None:
 
 
 def authenticated() -> bool:
-    """Return whether this process authenticates with a token, and the clusters that it starts require one."""
+    """Return whether this process uses token authentication: it shows a token, and clusters that it starts require
+    one."""
     from ray import _raylet
 
     raylet: Any = _raylet  # its stubs leave authentication out
@@ -44,14 +47,16 @@ def discovered() -> str | None:
 
 
 def free_resources() -> Mapping[str, Mapping[str, float]]:
-    """Return the free resources by node id and name. Resources that are used up are left out."""
+    """Return the free resources of each node, as amounts by name (such as "GPU"), by the node's id. Resources that are
+    used up are left out."""
     from ray._private.state import available_resources_per_node
 
     return cast("Mapping[str, Mapping[str, float]]", available_resources_per_node())  # type: ignore[no-untyped-call]
 
 
 def stop_where_raised() -> None:
-    """Open Ray's debugger, from an `except` block, where the exception was raised. Returns when the user continues."""
+    """Open Ray's debugger at the place where the current exception was raised. Call it in an `except` block; it returns
+    when the user continues."""
     from ray.util import rpdb
 
     rpdb._post_mortem()  # type: ignore[no-untyped-call]

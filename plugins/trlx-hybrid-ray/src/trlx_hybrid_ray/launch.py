@@ -49,7 +49,8 @@ MACHINE = {
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *(RESUME_VARIABLE, LAUNCH_VARIABLE),
 }
-"""Variables that describe a machine, a login or a process rather than a run. Each node keeps its own values."""
+"""Environment variables that describe a machine, a login or a process rather than a run. They are not passed from the
+launcher to the ranks: each node keeps its own values."""
 MACHINE_PREFIXES = (
     *("RAY_", "SSH_", "XDG_", "DBUS_", "SYSTEMD_", "INVOCATION_", "JOURNAL_"),
     *("SLURM", "PMI_", "PMIX_", "OMPI_", "MPI_", "PALS_", "KUBERNETES_", "PET_", "TORCHELASTIC_", "TRLX_HYBRID_RAY_"),
@@ -67,11 +68,11 @@ SET_HERE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A script to launch, with its places and settings.
+    """A launch: the script, the nodes and resources for its ranks, and the settings.
 
     Attributes:
         script: the script's path as typed, relative to `folder`.
-        arguments: the script's arguments in `sys.argv`, after its path.
+        arguments: the script's own arguments, in `sys.argv` after its path.
         folder: working folder of every rank, unless Ray has unpacked the job's files in another one on each node.
         nodes: the number of nodes.
         processes_per_node: ranks on each node.
@@ -79,13 +80,14 @@ class Job:
         cpus_per_process: CPUs that Ray sets aside for each rank.
         only: addresses or ids of the only nodes to use.
         labels: the labels that the nodes must have.
-        placement: the file of `--placement`; None where each part of the run reserves its own resources.
-        others: the reservations of the placement file beside the ranks'.
+        placement: the path of the `--placement` file, which reserves resources for all parts of the run; None where
+            each part reserves its own when it starts.
+        others: the requests in the placement file for other parts than the ranks: engines, rewards, environments.
         config_file: accelerate's config file, or None for its default one.
         settings: further arguments of `accelerate launch`.
         address: the address of the Ray cluster to join; None starts a cluster on this machine.
-        restarts: the number of times to start again after a failure.
-        debug: whether to run without deadlines, and with Ray's debugger.
+        restarts: how often all ranks may be started again after a failure.
+        debug: whether to run without deadlines, and with Ray's debugger, in which a failing rank stops.
         start_timeout: seconds that Ray may take to start all actors.
     """
 
@@ -141,7 +143,8 @@ class Job:
 
 
 def add_command(commands: Any) -> None:
-    """Add `launch` to the sub-parsers of a command line. Its `run` takes the options and returns the exit status."""
+    """Add `launch` to the sub-parsers of the `trlx-hybrid` command. Its `run` takes the parsed options and returns the
+    exit status."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "launch",
         help="run a script on many nodes through Ray",
@@ -183,7 +186,7 @@ def add_command(commands: Any) -> None:
 
 
 def job_of(options: Any) -> Job:
-    """Return the job that the options ask for.
+    """Return the job that the parsed command-line options ask for.
 
     Raises:
         ConfigError: the options contradict each other, or name a file that does not exist.
@@ -213,7 +216,8 @@ def job_of(options: Any) -> Job:
 
 
 def _places_of(options: Any) -> dict[str, Any]:
-    """Return the fields of a `Job` for the placement of ranks, from the options."""
+    """Return the fields of a `Job` that say where ranks run and with which resources, from the command-line options.
+    Used without `--placement`."""
     if options.cpu and options.gpus_per_node is not None:
         raise ConfigError("--cpu and --gpus-per-node exclude each other.")
     if not options.cpu and options.gpus_per_node is None:
@@ -232,7 +236,8 @@ def _places_of(options: Any) -> dict[str, Any]:
 
 
 def _places_in(options: Any) -> dict[str, Any]:
-    """Return the fields of a `Job` for the placement of all parts, from the file of `--placement`."""
+    """Return the fields of a `Job` that say where ranks and other parts run and with which resources, read from the
+    `--placement` file."""
     for name in ("nodes", "node", "gpus_per_node", "cpu", "processes_per_node", "cpus_per_process"):
         if getattr(options, name) not in (None, [], False):
             option = f"--{name.replace('_', '-')}"
@@ -252,8 +257,8 @@ def _places_in(options: Any) -> dict[str, Any]:
 
 
 def run(options: Any) -> int:
-    """Launch a job and return the exit code: that of the rank that failed first, 0 if none did, or 128 + n after signal
-    n.
+    """Run the command `launch`: connect to the cluster, launch the job and return the exit code. It is that of the rank
+    that failed first, 0 if none did, or 128 + n where the command was ended by signal n.
 
     Raises:
         ConfigError: the options, or accelerate's settings, are invalid.
@@ -288,10 +293,11 @@ def run(options: Any) -> int:
 
 
 def accelerate_arguments(job: Job) -> tuple[str, tuple[str, ...]]:
-    """Return the text of accelerate's config file, and the arguments of `accelerate launch` that all nodes share.
+    """Return what every node gets for `accelerate launch`: the text of accelerate's config file, and the arguments that
+    are the same on all nodes.
 
     Raises:
-        ConfigError: accelerate does not know an argument, or its config file asks for something else.
+        ConfigError: accelerate does not know an argument, or the settings contradict the launch, such as TPUs.
     """
     import yaml  # type: ignore[import-untyped]
 
@@ -327,7 +333,7 @@ def accelerate_arguments(job: Job) -> tuple[str, tuple[str, ...]]:
 
 
 def _default_config() -> Path | None:
-    """Return the file that `accelerate config` wrote, or None."""
+    """Return the path of the config file that `accelerate config` wrote, or None where there is none."""
     from huggingface_hub.constants import HF_HOME
 
     path = Path(HF_HOME) / "accelerate" / "default_config.yaml"
@@ -346,7 +352,13 @@ def _check_settings(settings: tuple[str, ...]) -> None:
 
 
 def variables(job: Job, run_id: str, start: int) -> dict[str, str]:
-    """Return the variables for the ranks: the launcher's own that describe the run, and those of the launch."""
+    """Return the environment variables for all ranks: those of this process that describe the run, and the ones that
+    this command sets.
+
+    Args:
+        run_id: an id of this launch, the same at every restart.
+        start: 0 for the first start, n for the n-th restart. Restarted ranks resume from a checkpoint.
+    """
     told = {n: v for n, v in os.environ.items() if n not in MACHINE and not n.startswith(MACHINE_PREFIXES)}
     told |= {"PET_RDZV_ID": run_id, STARTS_VARIABLE: str(start)}
     if os.environ.get(RESUME_VARIABLE) != "1":  # otherwise even the first start resumes a run of another launch
@@ -363,13 +375,14 @@ def variables(job: Job, run_id: str, start: int) -> dict[str, str]:
 
 
 def launch(job: Job, config: str, arguments: tuple[str, ...], head: str) -> int:
-    """Run a job to its end on the cluster that this process is connected to, and return the exit code.
+    """Run a job to its end, restarts included, on the cluster that this process is connected to. Returns the exit code.
 
-    Each start has new processes and a new rendezvous. From the second on, ranks find TRLX_HYBRID_RESUME=1 in their
-    environment. A run that the user stopped, or whose script cannot be found, is not started again.
+    Each start has new processes and a new rendezvous. From the second start on, ranks find TRLX_HYBRID_RESUME=1 in
+    their environment. A run that the user stopped, or whose script cannot be found, is not started again.
 
     Args:
-        config, arguments: from `accelerate_arguments`.
+        config, arguments: the text of accelerate's config file and the common arguments, both from
+            `accelerate_arguments`.
         head: host:port of the cluster's head.
 
     Raises:
@@ -405,8 +418,21 @@ def launch(job: Job, config: str, arguments: tuple[str, ...], head: str) -> int:
 
 
 def _places(job: Job, start: int, printer: Printer, stack: ExitStack) -> list[Placement]:
-    """Reserve all resources of the run or none: first the ranks', then those beside them. Prints them; the stack gives
-    them back. After a failure Ray may need a moment to know what is free again, and a lost node to come back."""
+    """Reserve the resources for the ranks and all other parts of the run, or none at all, and print where they are.
+    After a failure it tries for `start_timeout` seconds: Ray may need a moment to know what is free again, and a lost
+    node to come back.
+
+    Args:
+        start: 0 for the first start, n for the n-th restart.
+        stack: the stack whose end gives the resources back.
+
+    Returns:
+        The placement of the ranks, followed by those of the other parts in the order of `job.others`.
+
+    Raises:
+        PlacementError: the resources are not available at the first start.
+        LaunchError: they are not available again in time at a restart.
+    """
     deadline = time.monotonic() + job.start_timeout
     while True:
         try:
@@ -433,11 +459,12 @@ def _start_ranks(
     arguments: tuple[str, ...],
     told: Mapping[str, str],
 ) -> None:
-    """Have every node's actor start its `accelerate launch`.
+    """Start the ranks: have the actor of every node start `accelerate launch` there.
 
     Args:
-        placements: the ranks' placement, then the reservations beside it.
-        told: the variables of all ranks.
+        placements: the placement of the ranks, then those that the placement file reserves for other parts, such as
+            engines and rewards.
+        told: the environment variables that every rank gets, from `variables`.
 
     Raises:
         LaunchError: a rank's node does not start, or does not answer in time.
@@ -480,7 +507,7 @@ def _start_ranks(
 def _answers(
     placement: Placement, calls: Sequence[Any], seconds: float, way_out: str = "See the logs of its raylet."
 ) -> list[Any]:
-    """Return the answers of the actors of the first nodes, in order.
+    """Wait for the answers to calls of the nodes' actors, and return them in order.
 
     Raises:
         ScriptError: a node lacks the script.

@@ -1,5 +1,5 @@
-"""The monitor of one start: it watches all nodes to their end, names the failure that caused the others, and ends the
-rest."""
+"""The monitor of a launch's ranks. It watches all nodes until the ranks have ended, finds the failure that caused the
+others, and ends the ranks that are left."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LOST_PEER = re.compile(
     r"|which never entered it|did not complete bucket|another rank",
     re.IGNORECASE,
 )
-"""Texts of errors by which torch, vLLM and the weight syncs report that another rank is gone."""
+"""A pattern of the error texts by which torch, vLLM and the weight syncs report that another rank is gone."""
 TRACEBACK = "Traceback (most recent call last):"
 CHAINED = ("The above exception was the direct cause", "During handling of the above exception")
 TORCHS = re.compile(r"^\[rank\d+\]: ?")  # prefix of the last lines that a process with a process group prints
@@ -58,10 +58,10 @@ class LaunchFailure:
     """A failure of a rank or a node: the one that ended the run, or one that followed from it.
 
     Attributes:
-        node: the node's number, or HEAD.
+        node: the node's number, or `HEAD` for the head of the Ray cluster.
         rank: the rank, or None where the whole node failed.
         time: the time of the failure, on this machine's clock.
-        code: the exit code, or minus the signal; None where there is neither.
+        code: the exit code, or minus the number of the signal that ended the process; None where there is neither.
         why: the reason, in a line; empty where the rank's own output says it.
     """
 
@@ -91,7 +91,8 @@ class _Node:
 
 
 class Monitor:
-    """The launcher's monitor of one start of all ranks. As a context manager, it kills the actors at the end.
+    """The launcher's monitor of all ranks, from one start to their end; a restart has another one. It makes the nodes'
+    actors, and as a context manager kills them at the end.
 
     Args:
         placement: the ranks' placement, with a bundle for each node.
@@ -139,8 +140,8 @@ class Monitor:
             ask(lambda: [ray.kill(actor) for actor in self.actors])
 
     def until_over(self) -> tuple[int, bool]:
-        """Wait until the start is over, and end it after a failure. Returns the exit code, and whether a new start is
-        allowed."""
+        """Watch the ranks until all have ended, print a summary, and after a failure or a signal end the rest. Returns
+        the exit code of the launch, and whether the ranks may be started again."""
         before = {which: signal.signal(which, self._stop_asked) for which in STOPS}
         try:
             while not self._ended():
@@ -188,7 +189,8 @@ class Monitor:
             self._call("kill")
 
     def _listen(self, seconds: float) -> None:
-        """Process the nodes' answers, after waiting up to `seconds` for the first one."""
+        """Process the nodes' reports, after waiting up to `seconds` for the first one. Nodes that are gone or silent
+        are recorded as lost."""
         import ray
 
         for node in self._nodes:
@@ -250,8 +252,8 @@ class Monitor:
             self._fail(LaunchFailure(number, rank, time.time() - seconds, why=f"{told} (SIGSTOP, Ctrl-Z, a debugger)."))
 
     def _lose(self, number: int, why: str) -> None:
-        """Record a node as lost, because its actor is gone or does not answer. The node's reaper ends the ranks
-        there."""
+        """Record that node `number` is lost, because its actor is gone or does not answer; `why` is for the message.
+        The node's reaper ends the ranks there."""
         import ray
 
         node = self._nodes[number]
@@ -260,7 +262,7 @@ class Monitor:
         self._fail(LaunchFailure(number, None, time.time() - node.quiet, why=why))
 
     def _fail(self, failure: LaunchFailure) -> None:
-        """Record a failure. Failures after the order to stop are its effect, and are ignored."""
+        """Record a failure. Once the ranks have been told to stop, failures are an effect of that, and are ignored."""
         if self._stopped_at is None:
             self._failures.append(failure)
             if self._first_at is None:
@@ -276,12 +278,13 @@ class Monitor:
         self._call("signal", int(which))
 
     def _call(self, method: str, *arguments: Any) -> dict[int, Any]:
-        """Call a method of all nodes that are not lost. Returns the references to their answers, by node."""
+        """Call a method of the actors of all nodes that are not lost. Returns references to their answers, by the
+        node's number."""
         there = [(number, node.actor) for number, node in enumerate(self._nodes) if not node.lost]
         return {number: getattr(actor, method).remote(*arguments) for number, actor in there}
 
     def _finish(self) -> None:
-        """Have every node end its remaining processes, and print which ones it had to end."""
+        """Have every node end the processes that are left on it, and print which ones it had to kill."""
         for number, left in replies(self._call("finish"), GRACE + KILL):
             node = self._nodes[number]
             if isinstance(left, Exception):
@@ -290,8 +293,8 @@ class Monitor:
                 self._printer.say(f"node {node.name} had leftovers, which were removed: {listed(left, 4)}")
 
     def _watch_head(self) -> None:
-        """Watch whether the head still accepts connections. Ray's client ends this process after a minute without the
-        head."""
+        """Check every second, in a thread, whether the cluster's head still accepts connections, and set `_head_lost`
+        after too long without. Ray's client would end this process after a minute without the head."""
         host, _, port = self._head.rpartition(":")
         refused = 0.0
         while not self._over.wait(1.0):
@@ -307,12 +310,12 @@ class Monitor:
 
     @property
     def _first(self) -> LaunchFailure | None:
-        """The failure that caused the others."""
+        """The failure that caused the others, or None where none happened."""
         return first_of({failure: self._lost_peer(failure) for failure in self._failures})
 
     def _signalled(self, failure: LaunchFailure) -> bool:
-        """Return whether a signal to all processes of the job, directly or through another rank, can have caused a
-        failure."""
+        """Return whether a failure can be the effect of a signal that was sent to all processes of the job, such as
+        Ctrl-C, either directly or through another rank that it ended."""
         signalled = failure.rank is None or (failure.code or 0) < 0 or self._lost_peer(failure)
         return signalled or self._error(failure)[0] == "KeyboardInterrupt"
 
@@ -320,12 +323,14 @@ class Monitor:
         return failure.rank is not None and bool(LOST_PEER.search(self._error(failure)[0]))
 
     def _error(self, failure: LaunchFailure) -> tuple[str, list[str]]:
-        """Return the exception that a rank printed last, and its traceback."""
+        """Return the last exception that the failed rank printed, as a line, and its traceback as lines. Both are empty
+        where it printed none, or where a signal ended it."""
         text = self._tails.get((failure.node, failure.rank), b"").decode(errors="replace")
         return last_error(text) if failure.code is None or failure.code >= 0 else ("", [])
 
     def _summary(self) -> str:
-        """Return the summary for standard error, or "" where all went well. The most important line is the last."""
+        """Return the text to print when the ranks have ended: processes that may be left, the failures, and last the
+        one that caused them. It is "" where all went well."""
         lines, first = [], self._first
         if unclean := [node.name for node in self._nodes if node.unclean or not node.over]:
             lines.append(
@@ -363,8 +368,9 @@ class Monitor:
         return self._error(failure)[0] or f"{what} ended with exit code {failure.code}."
 
     def _others(self, first: LaunchFailure) -> list[str]:
-        """Return lines on the ranks that failed later and, where every error reports a lost peer, on the ranks that had
-        finished before."""
+        """Return lines for the summary on the ranks that failed after the first one. Where every error reports a lost
+        peer, a line also names the ranks that had finished the script before: they may have skipped a collective
+        call."""
         lines = []
         finished = [str(r) for node in self._nodes for r, at in sorted(node.finished.items()) if at <= first.time]
         if self._lost_peer(first) and finished:
@@ -380,7 +386,8 @@ class Monitor:
 
 
 def first_of(failures: Mapping[LaunchFailure, bool]) -> LaunchFailure | None:
-    """Return the failure that caused the others: the earliest that does not point at another rank. A pure function.
+    """Return the failure that caused the others: the earliest whose error does not blame another rank. None where there
+    are no failures.
 
     The death of a killed process may be seen a little later than a peer's error about it. So errors that report a lost
     peer count only where there are no others, whatever their times. Among the other failures the time decides: a
@@ -412,7 +419,8 @@ def first_of(failures: Mapping[LaunchFailure, bool]) -> LaunchFailure | None:
 
 
 def last_error(text: str) -> tuple[str, list[str]]:
-    """Return the last exception that Python printed to standard error, in a line, and the lines of its traceback.
+    """Find the last exception in what a Python process printed to standard error. Returns it as a line, and the lines
+    of its traceback; both are empty where there is none.
 
     The traceback includes the exceptions that the last one was chained to. A syntax error has no traceback, but lines
     that show the code.
@@ -444,7 +452,8 @@ def _names_an_error(line: str) -> bool:
 
 
 def _cause_of_death(error: BaseException) -> str:
-    """Return, in a line, why an actor died, as Ray reports it."""
+    """Return, in a line for the summary, why a node's actor is gone, from the error with which Ray answers a call of
+    it."""
     import ray
 
     if "node has died" in str(error):

@@ -39,27 +39,29 @@ CHUNK = 1 << 20  # bytes of one file in one report
 STOPPED_SECONDS = 15.0  # seconds that a process may be stopped (SIGSTOP, Ctrl-Z) before that counts as a failure
 WARN_SECONDS = 5.0
 PORTS = range(20_000, 32_000)
-"""Ports below those that the system assigns by itself, so that only a program that asks for such a port by number can
-take it."""
+"""Ports to choose the rendezvous port from. They are below those that the system assigns by itself, so that only a
+program that asks for such a port by number can take it."""
 WORKER_VARIABLES = ("OMP_NUM_THREADS", "PYTHONBREAKPOINT", "RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE")
-"""Variables that Ray sets for its workers. A rank is no Ray worker: it gets the values that the node was started
-with."""
+"""Variables that Ray changes in the environment of its workers. A rank is no Ray worker, so it gets the values that Ray
+itself was started with on the node."""
 EVENTS_VARIABLE = "TRLX_HYBRID_LAUNCH_EVENTS"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
-    """The events on a node since its last report.
+    """The events on a node since its previous report, as `NodeActor.poll` returns them to the launcher.
 
     Attributes:
-        number: the report's number.
+        number: the report's number, counted per node.
         clock: the node's time, in seconds since the epoch.
-        output: (rank, whether it is standard error, bytes) in order; rank None is accelerate itself.
-        started: process ids by rank.
-        ended: (rank, exit code or minus the signal, time) of ranks whose process has ended; rank None is accelerate
-            itself, where a signal ended it.
+        output: what was printed, as (rank, whether it is standard error, bytes) in order; rank None is accelerate
+            itself.
+        started: process ids of the ranks that have started, by rank.
+        ended: (rank, exit code or minus the signal's number, time) of ranks whose process has ended; rank None is
+            accelerate itself, where a signal ended it.
         code: the exit code of `accelerate launch`, once it has ended and all output has been reported.
-        stopped: (description, pid, seconds) of processes that a signal has stopped.
+        stopped: (description, pid, seconds for which it has been stopped) of processes that a signal such as SIGSTOP
+            has stopped.
     """
 
     number: int
@@ -72,12 +74,13 @@ class NodeReport:
 
     @property
     def empty(self) -> bool:
-        """True where nothing happened."""
+        """True where nothing happened since the previous report."""
         return not (self.output or self.started or self.ended or self.stopped) and self.code is None
 
 
 class NodeActor:
-    """The actor of one node. It runs several methods at a time: `poll` waits while other methods run."""
+    """The Ray actor that runs `accelerate launch` on one node for the launcher. It serves several calls at a time:
+    `poll` waits while other methods run."""
 
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="trlx-hybrid-launch-"))
@@ -96,12 +99,15 @@ class NodeActor:
         self._alone = False
 
     def pid(self) -> int:
-        """Return the id of this process, once the actor has started."""
+        """Return the id of the actor's process. The answer shows the launcher that the actor has started."""
         return os.getpid()
 
     def free_port(self, address: str) -> int:
-        """Return a port on this node for torch's rendezvous store. The port is held, so that other nodes can try it,
-        until the ranks start.
+        """Return a port on this node for torch's rendezvous store. The actor listens on it until the ranks start, so
+        that other nodes can try to reach it.
+
+        Args:
+            address: the IP address of this node that the other nodes use.
 
         Raises:
             LaunchError: no port can be opened at this address.
@@ -118,7 +124,7 @@ class NodeActor:
         )
 
     def reach(self, address: str, port: int) -> str | None:
-        """Return why a port of another node cannot be reached from here, or None."""
+        """Try to connect to a port of another node. Returns why that fails, or None where it works."""
         return unreachable(address, port)
 
     def start(
@@ -133,15 +139,15 @@ class NodeActor:
         first_rank: int,
         alone: bool,
     ) -> None:
-        """Start `accelerate launch`.
+        """Start `accelerate launch` on this node, and return without waiting for its ranks.
 
         Args:
             arguments: accelerate's options, the script, and the script's arguments.
             script: the script's path as typed, relative to the folder.
             config: the text of accelerate's config file.
-            variables: the variables of the launcher's environment for the ranks.
+            variables: environment variables for the ranks, from the launcher.
             folder: the working folder; None to stay in the one that Ray made for the job.
-            gpus: ids of this node's GPUs, for `CUDA_VISIBLE_DEVICES`.
+            gpus: ids of the GPUs for this node's ranks, for `CUDA_VISIBLE_DEVICES`.
             first_rank: the first rank on this node.
             alone: whether the run has a single rank, which accelerate starts without torchelastic.
 
@@ -176,11 +182,12 @@ class NodeActor:
         self._pids = {"accelerate launch": self._process.pid, "the raylet of the node": self._raylet}
 
     def poll(self, seen: int, seconds: float, *, output: bool = True) -> NodeReport:
-        """Return the node's events, after waiting up to `seconds` for the first. Even an empty report shows that the
-        node lives.
+        """Return what has happened on the node since the last report, after waiting up to `seconds` for something to
+        happen. Even an empty report shows that the node lives.
 
         Args:
-            seen: the number of the last report that arrived. If a later report was sent and lost, it is sent again.
+            seen: the number of the last report that reached the launcher. If a later report was sent and lost, it is
+                sent again.
             output: whether to include what ranks printed; False while the launcher cannot take more of it.
         """
         with self._lock:
@@ -193,18 +200,18 @@ class NodeActor:
             return report
 
     def signal(self, which: int) -> None:
-        """Send a signal to `accelerate launch`, which passes it on to its ranks."""
+        """Send the signal `which` to `accelerate launch`, which passes it on to its ranks."""
         if self._process is not None and self._process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, which)
 
     def kill(self) -> None:
-        """Kill all processes that were started here, at once. Their output can still be polled."""
+        """Kill all processes that this actor started, at once. `poll` can still report what they printed."""
         end(self._reaper.owner, 0, 0.0)
 
     def finish(self) -> list[str]:
-        """End the remaining processes, with a moment to end by themselves, and clean up. Returns a description of each
-        leftover."""
+        """End the processes that are left, after a moment to end by themselves, and remove the actor's folder. Returns
+        a description of each process that had to be killed and each shared-memory segment that was removed."""
         return self._reaper.finish()
 
     # --- what happens -------------------------------------------------------------------------------------------------
@@ -224,7 +231,9 @@ class NodeActor:
         )
 
     def _events(self) -> tuple[dict[int, int], list[tuple[int | None, int, float]]]:
-        """Return the ranks that have started, with their process ids, and the ranks that have ended."""
+        """Read the new lines of the events file, in which `accelerate_launch` records its ranks. Returns the process
+        ids of ranks that have started, by rank, and (rank, exit code or minus the signal's number, time) of those that
+        have ended."""
         path = self._folder / "events"
         started, ended = {}, []
         for line in self._new(path).splitlines() if path.exists() else ():
@@ -248,7 +257,8 @@ class NodeActor:
                 yield rank, path.name == "stderr.log", data
 
     def _new(self, path: Path) -> bytes:
-        """Return what was added to a file since the last call. For the file of events, it ends with a complete line."""
+        """Return the bytes that were added to a file since the last call, at most `CHUNK`, and free the file's part
+        that has been read. From the file of events only complete lines are returned."""
         offset = self._offsets.get(path, 0)
         with open(path, "r+b", buffering=0) as file:
             file.seek(offset)
@@ -261,8 +271,8 @@ class NodeActor:
         return data
 
     def _stopping(self) -> Iterator[tuple[str, int, float]]:
-        """Yield the processes that a signal has stopped. It counts only time in which this actor itself ran, so that a
-        stop of the whole node is not reported."""
+        """Yield (description, pid, seconds) of each process that a signal has stopped for long enough to warn or to
+        fail. Only time in which this actor itself ran counts, so that a stop of the whole node is not reported."""
         passed, self._looked = min(time.monotonic() - self._looked, 1.0), time.monotonic()
         for what, pid in self._pids.items():
             before = self._stopped.get(pid, 0.0)
@@ -285,21 +295,27 @@ def _check_script(folder: str | None, script: str) -> None:
 
 
 def _node_environment(raylet: int) -> dict[str, str]:
-    """Return this process's environment without the changes that Ray makes for a worker."""
+    """Return this process's environment with Ray's changes for its workers undone, for the ranks.
+
+    Args:
+        raylet: the id of the node's raylet process, whose environment has the original values.
+    """
     node = _environment(raylet)
     told = {name: value for name, value in os.environ.items() if name not in WORKER_VARIABLES}
     return told | {name: node[name] for name in WORKER_VARIABLES if name in node}
 
 
 def _environment(pid: int) -> dict[str, str]:
-    """Return the environment that a process was started with; empty where the process is gone or another user's."""
+    """Return the environment variables that a process was started with; empty where the process is gone or another
+    user's."""
     with suppress(psutil.Error):
         return dict(psutil.Process(pid).environ())
     return {}
 
 
 def _give_back(descriptor: int, size: int) -> None:
-    """Let the file system free the beginning of a file that another process still writes to, if it can."""
+    """Free the disk space of the first `size` bytes of a file that another process still writes to. Where the file
+    system cannot do so, nothing happens."""
     with suppress(OSError, AttributeError):
         keep_size_punch_hole = 1 | 2
         ctypes.CDLL(None).fallocate(descriptor, keep_size_punch_hole, ctypes.c_long(0), ctypes.c_long(size))
@@ -309,7 +325,8 @@ def _give_back(descriptor: int, size: int) -> None:
 
 
 def accelerate_launch() -> int:
-    """Run accelerate's own command in this process. Threads record when a rank starts and how it ends.
+    """Run the command `accelerate launch` in this process, and return its exit code. Threads write to the file of
+    events when a rank starts and how it ends.
 
     torchelastic knows it, too, but reports it only when it has ended the other ranks, which may take 30 s.
     """

@@ -1,5 +1,5 @@
-"""Placement of workers: Ray placement groups that are reserved as a whole before a deadline, or refused with a
-table."""
+"""Placement of workers on the nodes of a Ray cluster. A request is reserved as a whole before a deadline, as a Ray
+placement group, or is refused with a table of who holds the resources."""
 
 from __future__ import annotations
 
@@ -33,24 +33,25 @@ Strategy = Literal["pack", "strict_pack", "spread", "strict_spread"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 NODE_LABEL = "ray.io/node-id"
 REFUSE_SECONDS, HOLDERS_SECONDS = 7.0, 3.0
-"""Seconds before a request is refused because others hold the resources, and seconds for Ray to name the holders: ten
-in all."""
+"""Seconds that a request waits for resources that others hold before it is refused, and seconds that Ray then has to
+name the holders: ten in all."""
 GPU_SECONDS = 120.0
-"""Seconds for the first process on a busy node, which imports Ray. Each further bundle takes milliseconds."""
+"""Seconds that a node may take to start the process that tells which GPUs a bundle has. The first one on a busy node
+imports Ray; each further bundle takes milliseconds."""
 POLL = 0.1
 TOLERANCE = 1e-4
-"""The tolerance of comparisons: Ray counts resources in ten-thousandths."""
+"""The tolerance when amounts of resources are compared: Ray counts them in ten-thousandths."""
 SET_ASIDE = "TRLX_HYBRID_RAY_SET_ASIDE"
 """The variable in which ranks find the resources that their launcher has reserved for them, see `placement_file`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A machine of the cluster, with its total and its free resources.
+    """A node of the Ray cluster, with its total and its free CPUs and GPUs.
 
     Attributes:
         id: Ray's id, hexadecimal.
-        address: the IP address. Simulated nodes share an address, real ones do not.
+        address: the IP address. Nodes that a test simulates on one machine share an address, real ones do not.
     """
 
     id: str
@@ -67,13 +68,13 @@ class Node:
 
     @property
     def order(self) -> tuple[tuple[int, ...], str, str]:
-        """The key for sorting nodes: the address as a number, then the id."""
+        """The key by which nodes are sorted: the address as numbers, then as text, then the id."""
         parts = self.address.split(".")
         return tuple(int(p) for p in parts) if all(p.isdecimal() for p in parts) else (), self.address, self.id
 
 
 def alive_nodes() -> list[Node]:
-    """Return the cluster's living nodes, in order."""
+    """Return the nodes of the cluster that are alive, sorted by address."""
     import ray
 
     free = free_resources()
@@ -96,10 +97,11 @@ def alive_nodes() -> list[Node]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRequest:
-    """A request for the resources of `replicas` of `size` workers each. The workers of a replica share a node.
+    """A request for the resources of workers, in `replicas` groups of `size` workers each. The workers of a replica
+    share a node.
 
     Attributes:
-        name: the name in messages, and in lists of who holds which resources.
+        name: the name of the workers in messages, and in lists of who holds which resources.
         gpus, cpus: the resources of each worker. With a fraction of a GPU, workers may share a GPU.
         strategy: how replicas are placed on nodes, in Ray's terms: "pack" uses few nodes and "spread" many,
             "strict_pack" requires a single node and "strict_spread" a node of its own for each replica.
@@ -128,12 +130,16 @@ class PlacementRequest:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """The resources of one replica, as Ray names them."""
+        """The resources of one replica by Ray's names for them, "CPU" and "GPU", for Ray's placement group."""
         amounts = {"CPU": self.cpus * self.size, "GPU": self.gpus * self.size}
         return {name: amount for name, amount in amounts.items() if amount}
 
     def fits(self, nodes: Sequence[Node], *, empty: bool) -> bool:
-        """Return whether all replicas fit on these nodes: on their free resources, or if the nodes were `empty`."""
+        """Return whether all replicas fit on these nodes.
+
+        Args:
+            empty: whether to count all resources of the nodes, as if nothing ran there, rather than the free ones.
+        """
         room = []
         for node in nodes:
             cpus, gpus = (node.cpus, node.gpus) if empty else (node.free_cpus, node.free_gpus)
@@ -148,7 +154,7 @@ class PlacementRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """The reserved resources of one replica.
+    """The reserved resources of one replica: a bundle of Ray's placement group, on one node.
 
     Attributes:
         index: the bundle's index in Ray's placement group.
@@ -162,13 +168,14 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Placement:
-    """The reserved places of all workers: a placement group with a bundle for each replica.
+    """The reserved resources of all workers of a request: a Ray placement group with a bundle for each replica. As a
+    context manager, it gives them back at the end.
 
-    A worker's rank is replica * size + its number in the replica. Replicas are numbered by node and GPU, whatever the
-    order of Ray's bundles.
+    A worker's rank is replica * size + its number in the replica. Replicas are numbered by node and GPU, which may
+    differ from the order of Ray's bundles.
 
     Attributes:
-        lent: whether the launcher of this run reserved the placement, and gives it back.
+        lent: whether the resources were reserved by the launcher of this run, which also gives them back.
     """
 
     request: PlacementRequest
@@ -180,12 +187,13 @@ class Placement:
         return self.request.replicas * self.request.size
 
     def options(self, rank: int) -> dict[str, Any]:
-        """Return the arguments of `.options(**…)` with which an actor or task runs in the place of this worker."""
+        """Return the arguments of Ray's `.options(**…)` with which an actor or task gets the resources of the worker
+        with this rank."""
         return self._options(self.bundle(rank), 1)
 
     def replica_options(self, replica: int) -> dict[str, Any]:
-        """Return the arguments of `.options(**…)` for one actor that gets all resources of a replica, and starts the
-        replica's workers by itself."""
+        """Return the arguments of Ray's `.options(**…)` for one actor that gets all resources of a replica, and starts
+        the replica's workers by itself."""
         return self._options(self.bundles[replica], self.request.size)
 
     def _options(self, bundle: Bundle, workers: int) -> dict[str, Any]:
@@ -198,18 +206,19 @@ class Placement:
         }
 
     def bundle(self, rank: int) -> Bundle:
-        """Return the bundle of this worker's replica."""
+        """Return the bundle in which the worker with this rank runs."""
         return self.bundles[rank // self.request.size]
 
     def gpus(self, rank: int) -> tuple[str, ...]:
-        """Return this worker's GPUs. Ray assigns a replica's GPUs to its workers as they start, perhaps in another
-        order: let each worker use the GPUs of this method instead."""
+        """Return the GPUs for the worker with this rank, as `CUDA_VISIBLE_DEVICES` names them. Ray assigns a replica's
+        GPUs to its workers as they start, perhaps in another order: let each worker use the GPUs of this method
+        instead."""
         each, own = self.request.gpus, self.bundle(rank).gpus
         first = rank % self.request.size
         return own[first * int(each) : (first + 1) * int(each)] if each >= 1 else own
 
     def __str__(self) -> str:
-        """Return a line for each node, with its workers and their GPUs."""
+        """Return a map of the placement: a line for each node, with its workers and their GPUs."""
         lines, size = [], self.request.size
         numbered = list(enumerate(self.bundles))
         for node, here in groupby(numbered, key=lambda pair: pair[1].node):
@@ -222,7 +231,8 @@ class Placement:
         return "\n".join(lines)
 
     def remove(self) -> None:
-        """Give all resources back. Ray then kills the actors that run in the placement, unless it is lent."""
+        """Give all resources back to Ray, which then kills the actors that run in the placement. Resources that the
+        launcher reserved only become available to another part of this process."""
         if self.lent:
             _taken.discard(self.request.name)
         else:
@@ -238,14 +248,15 @@ class Placement:
 def reserve(
     request: PlacementRequest, *, deadline: float | None = REFUSE_SECONDS, show: Callable[[str], None] | None = None
 ) -> Placement:
-    """Reserve a place for every worker, on the cluster that this process is connected to.
+    """Reserve the resources of a request, on the cluster that this process is connected to.
 
-    A request that cannot fit on these nodes is refused at once. For resources that others hold, it waits until the
-    deadline. In a rank of `trlx-hybrid launch --placement`, it returns the place that the launcher has reserved.
+    A request that would not even fit on empty nodes is refused at once. For resources that others hold, it waits until
+    the deadline. In a rank of `trlx-hybrid launch --placement`, it returns the resources that the launcher has reserved
+    under the request's name.
 
     Args:
         deadline: seconds until a refusal; None waits for ever.
-        show: a function that gets the map of workers and nodes, before any worker starts.
+        show: a function that gets the map of workers and nodes as text, before any worker starts.
 
     Raises:
         PlacementError: the resources are not available; the message has a table of free resources and the holders of
@@ -286,7 +297,8 @@ def reserve(
 
 
 def _allowed(nodes: Sequence[Node], request: PlacementRequest) -> list[Node]:
-    """Return the nodes that a request may use. Only Ray knows which nodes the request's labels leave out.
+    """Return the nodes among which a request may choose: those that it names, or all. Labels are not checked, because
+    only Ray knows them.
 
     Raises:
         PlacementError: the cluster lacks a node that the request names.
@@ -303,14 +315,15 @@ def _means(asked: str, node: Node) -> bool:
 
 
 def _selector(request: PlacementRequest, allowed: Sequence[Node]) -> dict[str, str]:
-    """Return Ray's label selector for each bundle."""
+    """Return Ray's label selector for each bundle of a request, made from the request's labels and the nodes that it
+    names."""
     nodes = {NODE_LABEL: f"in({','.join(node.id for node in allowed)})"} if request.nodes else {}
     return dict(request.labels or {}) | nodes
 
 
 def _created(request: PlacementRequest, selector: dict[str, str]) -> PlacementGroup:
-    """Create the placement group, which Ray reserves in the background. Ray keeps a group that does not fit waiting for
-    ever."""
+    """Create Ray's placement group for a request, and return it without waiting: Ray reserves the resources in the
+    background. Ray keeps a group that does not fit waiting for ever."""
     from ray.util.placement_group import placement_group
 
     group: PlacementGroup = placement_group(
@@ -323,8 +336,8 @@ def _created(request: PlacementRequest, selector: dict[str, str]) -> PlacementGr
 
 
 def _bundles(request: PlacementRequest, group: PlacementGroup, nodes: Sequence[Node]) -> tuple[Bundle, ...]:
-    """Return the bundles, sorted by node and GPU. Ray chooses GPUs when it commits a bundle, in no promised order, and
-    only a task that runs in the bundle can find out which.
+    """Return the bundles of a placement group that Ray has reserved, sorted by node and GPU. Ray chooses GPUs when it
+    commits a bundle, in no promised order, and only a task that runs in the bundle can find out which.
 
     Raises:
         PlacementError: a node starts no process, joined the cluster just now, or left it.
@@ -342,8 +355,12 @@ def _bundles(request: PlacementRequest, group: PlacementGroup, nodes: Sequence[N
 
 
 def _with_gpus(request: PlacementRequest, group: PlacementGroup, bundles: Sequence[Bundle]) -> list[Bundle]:
-    """Return the bundles with their GPUs. A node's bundles are asked one after another; for calls at the same time, Ray
-    would start a process for each bundle."""
+    """Return the bundles with their field `gpus` filled in, by asking a task in each. A node's bundles are asked one
+    after another; for calls at the same time, Ray would start a process for each bundle.
+
+    Raises:
+        PlacementError: a node started no process in time, or was lost.
+    """
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -371,7 +388,7 @@ def _with_gpus(request: PlacementRequest, group: PlacementGroup, bundles: Sequen
 
 
 def _gpu_order(gpu: str) -> tuple[int, str]:
-    """Return the key for sorting GPUs: numbers in numeric order, then UUIDs."""
+    """Return the key by which GPUs are sorted: numbers in numeric order, then UUIDs."""
     return (int(gpu), "") if gpu.isdecimal() else (1 << 62, gpu)
 
 
@@ -394,8 +411,8 @@ _taken: set[str] = set()  # names that this process has taken
 
 
 def _set_aside(request: PlacementRequest) -> Placement:
-    """Return the placement that the launcher has reserved under this name: for all ranks together, or this rank's
-    share.
+    """Return the placement that the launcher has reserved under the request's name: for all ranks together, or this
+    rank's share of it.
 
     Raises:
         PlacementError: the launcher has reserved nothing or something else under this name, or another part of the run
@@ -442,7 +459,13 @@ def _of_bundle(bundle: Mapping[str, float]) -> str:
 
 
 def _refusal(request: PlacementRequest, nodes: Sequence[Node], allowed: Sequence[Node], waited: float | None) -> str:
-    """Return the message of a refusal: the reason, the way out, and a table of who holds what."""
+    """Return the message for a request that is refused: the reason, the way out, and a table of who holds what.
+
+    Args:
+        nodes: all nodes of the cluster, for the table.
+        allowed: the nodes that the request may use.
+        waited: seconds that it waited for the resources; None where it cannot fit even on empty nodes.
+    """
     lines = [_reason(request, allowed, empty=waited is None)]
     holders = answer(_holders)
     table = [["node", "free GPUs", "free CPUs", "held by"]]
@@ -481,8 +504,8 @@ def _reason(request: PlacementRequest, nodes: Sequence[Node], *, empty: bool) ->
 
 
 def _holders() -> Mapping[str, Mapping[str, Mapping[str, float]]]:
-    """Return the held resources by node and holder: placement groups, and single actors where the State API answers,
-    which takes a dashboard."""
+    """Return which resources are held, by node id, holder and resource. Holders are placement groups and, where Ray's
+    State API answers, which takes a dashboard, single actors."""
     from ray.util import placement_group_table
     from ray.util.state import list_actors
 
@@ -504,7 +527,11 @@ def _holders() -> Mapping[str, Mapping[str, Mapping[str, float]]]:
 
 
 def _held(node: Node, holders: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[str]:
-    """Return a line for each holder of a node's resources, with the amounts."""
+    """Return a line for each holder of a node's resources, with the amounts, for the table of a refusal.
+
+    Args:
+        holders: from `_holders`.
+    """
     lines = []
     gpus, cpus = node.gpus - node.free_gpus, node.cpus - node.free_cpus
     for name, held in sorted(holders.get(node.id, {}).items()):

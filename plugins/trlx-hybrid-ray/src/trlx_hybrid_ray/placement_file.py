@@ -26,11 +26,12 @@ from .placement import Placement, PlacementRequest
 
 TRAINER = "trainer"
 ENGINE = "engine"
-"""The part that rank 0 requests for all ranks. Every other part is requested by each rank for itself."""
+"""The name of the engines' entry in the file. Rank 0 requests it once for all ranks; every other entry is requested by
+each rank for itself."""
 
 
 def read(path: str) -> dict[str, PlacementRequest]:
-    """Return the requests in a file, by name.
+    """Read a placement file, and return a request for resources for each part of the run, by the part's name.
 
     Raises:
         ConfigError: the file is no mapping of names to settings of `PlacementRequest`, or the trainer's entry is
@@ -98,11 +99,18 @@ SETTINGS: dict[str, tuple[tuple[type, ...], str]] = {
     "nodes": ((str, list), "a node, or a list of nodes"),
     "labels": ((dict,), "a mapping of labels"),
 }
-"""The settings of a part, with their types in YAML."""
+"""The settings that an entry of the file may have: for each, the types that YAML may give it, and what it has to be,
+for messages."""
 
 
 def of_all_ranks(requests: Mapping[str, PlacementRequest], world: int) -> list[PlacementRequest]:
-    """Return the requests beside the ranks': the engine's once, every other one for each of `world` ranks."""
+    """Return what the launcher has to reserve beside the ranks' own resources. The engines' request is returned once,
+    every other request multiplied by the number of ranks, since each rank uses it once.
+
+    Args:
+        requests: from `read`, by name.
+        world: the number of ranks.
+    """
     return [
         replace(request, replicas=request.replicas * _shares(name, world))
         for name, request in requests.items()
@@ -111,14 +119,22 @@ def of_all_ranks(requests: Mapping[str, PlacementRequest], world: int) -> list[P
 
 
 def in_order(requests: Sequence[PlacementRequest]) -> list[PlacementRequest]:
-    """Return the requests in the order in which they are reserved: those with nodes or labels before those that fit on
-    any node, and large bundles before small ones, which fit between them."""
+    """Sort requests into the order in which they should be reserved, so that all find room. Those with nodes or labels
+    come before those that fit on any node, and large bundles before small ones, which fit between them."""
     return sorted(requests, key=lambda r: (not (r.nodes or r.labels), -r.gpus * r.size, -r.cpus * r.size))
 
 
 def told(placements: Sequence[Placement], world: int, ranks: range, path: str) -> str:
-    """Return, as JSON, the reservations for the ranks of one node, for their environment. The reservations for all
-    ranks could exceed the 128 KiB that a variable can hold."""
+    """Return, as JSON for an environment variable, the reserved resources that the ranks of one node may use.
+    `placement.reserve` reads it in the ranks. It is made per node, because the reservations for all ranks could exceed
+    the 128 KiB that a variable can hold.
+
+    Args:
+        placements: the reserved resources of all parts but the ranks.
+        world: the number of ranks of the run.
+        ranks: the ranks on this node.
+        path: the placement file, for messages.
+    """
     nodes: dict[str, Any] = {}
     sets: dict[str, Any] = {}
     for placement in placements:

@@ -1,5 +1,6 @@
-"""The plugin's hooks, which offer the remote engine, the command `launch` and the doctor's Ray checks. Imports no Ray
-and no torch: loading every plugin must stay cheap."""
+"""The entry point by which this package registers the remote engine, the command `launch` and the doctor's Ray checks
+with the plugin manager of trlx-hybrid. Imports no Ray and no torch: every plugin is loaded at every start, so loading
+must stay cheap."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def _refuses(session: Session, options: RemoteOptions) -> str | None:
 
 @hookimpl
 def trlx_register(registry: Registry) -> None:
-    """Offer the remote engine, whose engines run in Ray actors."""
+    """Offer the remote engine (`engine="remote"`), whose vLLM servers run in Ray actors."""
     registry.offer(
         "engine",
         "remote",
@@ -67,7 +68,7 @@ def trlx_command(commands: Any) -> None:
 
 @hookimpl
 def trlx_doctor(options: Any) -> Iterator[Finding] | None:
-    """Check a Ray cluster, where `--ray` asks for it."""
+    """Check a Ray cluster, where the option `--ray` of `trlx-hybrid doctor` asks for it."""
     from .doctor import findings
 
     return findings(options)

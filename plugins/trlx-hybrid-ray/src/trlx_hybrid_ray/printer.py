@@ -1,5 +1,5 @@
-"""The printer of ranks' output on one terminal. Each line is whole, in the order of its rank, with node and rank in
-front."""
+"""The printer of all ranks' output on the launcher's terminal. Lines of different ranks are never mixed, lines of one
+rank keep their order, and each begins with its node and rank."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ def say(text: str) -> None:
 
 
 Source = tuple[int, int | None, bool]
-"""The source of output: node, rank (None: accelerate itself), and whether it is standard error."""
+"""The source of a piece of output: the node's number, the rank (None for accelerate itself), and whether it is standard
+error."""
 LAUNCHER: Source = (-1, None, True)
 
 
 def prefixes(nodes: int, ranks_per_node: int) -> dict[tuple[int, int | None], str]:
-    """Return the prefixes of lines, by node and rank. Ranks are numbered node by node."""
+    """Return the text that is put before each line, by the node's number and the rank (None for accelerate itself).
+    Ranks are numbered node by node."""
     width, found = len(str(nodes * ranks_per_node - 1)), dict[tuple[int, int | None], str]()
     for number in range(nodes):
         node = f"node {number} " if nodes > 1 else ""
@@ -46,7 +48,7 @@ def prefixes(nodes: int, ranks_per_node: int) -> dict[tuple[int, int | None], st
 
 @dataclass(slots=True)
 class _Line:
-    """The unfinished line of one source."""
+    """The line of one source that has no line end yet, and the decoder of the source's bytes."""
 
     decoder: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
     rest: list[str] = field(default_factory=list)
@@ -56,11 +58,11 @@ class _Line:
 
 
 class Printer:
-    """A printer that merges all output in a thread of its own, so that a blocked terminal stops neither signals nor the
-    run.
+    """A printer of all ranks' output, line by line. It prints in a thread of its own, so that a blocked terminal stops
+    neither signals nor the run.
 
     Args:
-        names: the prefix of lines, by node and rank. The launcher's own lines have none.
+        names: the prefixes of lines, from `prefixes`. The launcher's own lines have none.
     """
 
     def __init__(self, names: Mapping[tuple[int, int | None], str], out: BinaryIO, err: BinaryIO) -> None:
@@ -75,20 +77,22 @@ class Printer:
 
     @property
     def has_room(self) -> bool:
-        """True while less than `ROOM` bytes wait to be printed."""
+        """True while less than `ROOM` bytes wait to be printed. Otherwise the launcher asks the nodes for no more
+        output."""
         return self._taken - self._shown < ROOM
 
     def write(self, source: Source, data: bytes) -> None:
-        """Queue bytes of a source. They may be cut anywhere."""
+        """Queue bytes that a rank printed. They may be cut anywhere, even within a character."""
         self._taken += len(data)
         self._queue.put((source, data))
 
     def say(self, text: str) -> None:
-        """Queue a line of the launcher's own for standard error, after all that was written before."""
+        """Queue a line of the launcher's own for standard error. It is printed after all that was queued before."""
         self.write(LAUNCHER, f"{text}\n".encode())
 
     def close(self, seconds: float | None = None) -> bool:
-        """Print what is left, and end an unfinished line. Returns whether that was done in time."""
+        """Print what is queued, and end an unfinished line. Returns whether that was done within `seconds` (None waits
+        for ever)."""
         self._queue.put(None)
         self._thread.join(seconds)
         return not self._thread.is_alive()
@@ -154,7 +158,7 @@ class Printer:
         self._open = source if line.shown or text.endswith("\r") else None
 
     def _break(self) -> None:
-        """End the unfinished line, so that another source's output is not appended to it."""
+        """End the line that is unfinished on the terminal, so that another rank's output is not appended to it."""
         if self._open is not None:
             self._lines[self._open].shown = False
             self._write(self._open[2], "\n")
@@ -174,8 +178,13 @@ class Printer:
                 self._lose(error, why)
 
     def _lose(self, error: bool, why: OSError) -> None:
-        """Replace a stream whose reader is gone (`| head -1`) or whose disk is full with /dev/null, so that the run
-        goes on."""
+        """Replace standard output or standard error with /dev/null after a failed write, so that the run goes on. The
+        reader may be gone (`| head -1`), or the disk full.
+
+        Args:
+            error: whether it is standard error.
+            why: the error of the write, for the message.
+        """
         name = "standard error" if error else "standard output"
         with suppress(OSError):
             sink = self._sinks[error]

@@ -32,15 +32,16 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 OWNER_VARIABLE = "TRLX_HYBRID_OWNER"
-"""The variable in the environment of every process that a process with a reaper starts."""
+"""The environment variable that marks descendants of a process with a reaper. Its value is the owner's number,
+`Reaper.owner`."""
 MARKED_LIMIT = 10
-"""The resource limit RLIMIT_LOCKS of `setrlimit(2)`, which has had no effect since Linux 2.4.25. Its soft value is the
-owner's number."""
+"""The resource limit that marks descendants even where they lose the variable: RLIMIT_LOCKS of `setrlimit(2)`, which
+has had no effect since Linux 2.4.25. Its soft value is the owner's number."""
 SHOWN_AS = b"Max file locks"  # the name of that limit in /proc/PID/limits; its soft value is the next word
 SHARED_MEMORY = "/dev/shm/"
 SEGMENT = re.compile(r"psm_[0-9a-f]+|torch_\d+_\d+_\d+|nccl-\w+|sem\.(mp|loky)-.+|.+-cpushm.*")
-"""Names of the shared-memory segments that Python, torch, NCCL and vLLM make. Other files in /dev/shm are not
-removed."""
+"""A pattern of the names of shared-memory segments that Python, torch, NCCL and vLLM make. Other files in /dev/shm are
+not removed."""
 TICK = 0.05  # seconds between checks of shared memory
 NEW_SECONDS = 2.0  # seconds after which the users of a new segment have mapped it
 START_SECONDS = 60.0
@@ -49,13 +50,14 @@ KILL_SECONDS = 5.0  # seconds from SIGKILL until a process counts as one that ca
 
 
 class Reaper:
-    """The reaper of this process. It knows the processes that this one starts from now on by their marks.
+    """The reaper of this process: another process, which ends everything that this one, the owner, starts from now on.
+    It does so when the owner is gone or calls `finish`.
 
     Args:
         grace: seconds that descendants have to end by themselves.
-        folder: a folder to remove when the descendants have ended.
-        segments: whether to watch and remove shared memory, which takes some processor time. Without it, the reaper
-            sleeps until the end.
+        folder: a folder to remove when the descendants have ended; "" for none.
+        segments: whether to remove shared-memory segments that the descendants leave. Watching them takes some
+            processor time; without it, the reaper sleeps until the end.
 
     Attributes:
         owner: a number that no other process of this machine has: the value of `OWNER_VARIABLE` and `MARKED_LIMIT`.
@@ -84,7 +86,8 @@ class Reaper:
             ) from error
 
     def finish(self, seconds: float = 30.0) -> list[str]:
-        """End all descendants now. Returns the processes that had to be killed and the segments that were removed."""
+        """End all descendants now, and wait up to `seconds` for that. Returns a description of each process that had to
+        be killed and each shared-memory segment that was removed."""
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.write(b"\n")  # a forked child may hold the pipe open, so that closing it is not seen
@@ -94,7 +97,11 @@ class Reaper:
 
 
 def _watching(arguments: list[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start `main` in a process of its own, and return that process once it watches.
+    """Start the reaper's process, which runs `main`, and return it once it watches.
+
+    Args:
+        arguments: the arguments of `main`, as text.
+        environment: the environment of the process, without the owner's mark.
 
     Raises:
         OSError, subprocess.SubprocessError: the process does not start.
@@ -111,23 +118,27 @@ def _watching(arguments: list[str], environment: Mapping[str, str]) -> subproces
 
 
 def _line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
-    """Return the next line that a process writes, or nothing where none comes in time."""
+    """Return the next line that the reaper's process writes, or b"" where none comes within `seconds`."""
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], seconds)
     return process.stdout.readline() if ready else b""
 
 
 def _mark(number: int | None) -> None:
-    """Mark this process, and all that it starts from now on, with an owner's number. None removes the mark."""
+    """Mark this process, and all that it starts from now on, with an owner's number, by the limit `MARKED_LIMIT`. None
+    removes the mark."""
     _, most = resource.getrlimit(MARKED_LIMIT)
     with suppress(ValueError):  # the host allows less; processes are still found by their environment or session
         resource.setrlimit(MARKED_LIMIT, (most if number is None else number, most))
 
 
 def descendants(owner: str, pid: int) -> list[psutil.Process]:
-    """Return the processes that bear one of this owner's marks, or are in the process group or session of `pid`.
+    """Return the processes that an owner has started, directly or not: those that bear one of its marks, or are in the
+    process group or session of `pid`. The list contains neither `pid` itself nor this process.
 
-    The list contains neither `pid` itself nor this process. A `pid` of 0 stands for no process.
+    Args:
+        owner: the owner's number, `Reaper.owner`; "" for none.
+        pid: the id of a process; 0 for none.
     """
     found = []
     for one in {*psutil.pids()} - {pid, os.getpid()}:
@@ -140,8 +151,8 @@ def descendants(owner: str, pid: int) -> list[psutil.Process]:
 
 
 def _bears(pid: int, owner: bytes) -> bool:
-    """Return whether a process bears a mark of this owner. Reading /proc is far faster than psutil's reading of
-    environments.
+    """Return whether a process bears a mark of this owner: the environment variable or the resource limit. It reads
+    /proc, which is far faster than psutil's reading of environments.
 
     Raises:
         OSError: the process is gone, or another user's.
@@ -153,7 +164,8 @@ def _bears(pid: int, owner: bytes) -> bool:
 
 
 def state(pid: int) -> str | None:
-    """Return a process's state in psutil's words, such as `psutil.STATUS_STOPPED`; None where the process has ended."""
+    """Return a process's status as psutil names it, such as `psutil.STATUS_STOPPED`; None where the process has
+    ended."""
     with suppress(psutil.Error):
         status = psutil.Process(pid).status()
         return None if status == psutil.STATUS_ZOMBIE else str(status)
@@ -162,7 +174,11 @@ def state(pid: int) -> str | None:
 
 def end(owner: str, pid: int, grace: float) -> list[int]:
     """Send SIGTERM to all descendants, and SIGKILL to those that are left after `grace` seconds. Returns the ids of the
-    killed ones."""
+    processes that got SIGKILL.
+
+    Args:
+        owner, pid: as `descendants` takes them.
+    """
     _signal(owner, pid, signal.SIGTERM, grace)
     killed: set[int] = set()
     deadline = time.monotonic() + KILL_SECONDS
@@ -172,8 +188,13 @@ def end(owner: str, pid: int, grace: float) -> list[int]:
 
 
 def _signal(owner: str, pid: int, which: signal.Signals, seconds: float) -> set[int]:
-    """Send a signal to all descendants, and wait until there are none, for `seconds` at most. Returns the ids of the
-    processes that got the signal."""
+    """Send a signal to all descendants, and wait for at most `seconds` until none is left. Returns the ids of the
+    processes that got the signal.
+
+    Args:
+        owner, pid: as `descendants` takes them.
+        which: the signal.
+    """
     sent = set()
     for process in descendants(owner, pid):
         with suppress(psutil.Error):
@@ -189,7 +210,8 @@ def _signal(owner: str, pid: int, which: signal.Signals, seconds: float) -> set[
 
 
 class Segments:
-    """The shared-memory segments that a process or its descendants were seen to map.
+    """The record of shared-memory segments that a process or its descendants were seen to map, so that they can be
+    removed after the processes.
 
     A killed process leaves its segments, which keep their memory. Segments that neither Python's resource tracker nor
     torch's manager cleans up have to be removed, and their creator cannot be found out afterwards.
@@ -202,8 +224,8 @@ class Segments:
         self._created = _names_created(SHARED_MEMORY)
 
     def look(self) -> None:
-        """Record the new segments that the process or a descendant maps. Without a new name it reads no process, of
-        which there may be thousands."""
+        """Record the new segments that the process or a descendant maps. Where no new name has appeared in /dev/shm it
+        reads no processes, of which there may be thousands."""
         now = time.monotonic()
         with suppress(OSError):
             names = filter(SEGMENT.fullmatch, os.listdir(SHARED_MEMORY))
@@ -214,16 +236,16 @@ class Segments:
                 self._seen |= mapped(pid) & new
 
     def wait(self, others: list[int], seconds: float) -> bool:
-        """Wait until one of these descriptors can be read, a name appears in shared memory, or the time is over.
-        Returns True in the first case."""
+        """Wait until one of the file descriptors `others` can be read, a name appears in /dev/shm, or `seconds` have
+        passed. Returns whether one of `others` can be read."""
         ready, _, _ = select.select([*others, *self._created], [], [], seconds)
         for descriptor in set(ready) & set(self._created):
             os.read(descriptor, 1 << 16)
         return bool(set(ready) & set(others))
 
     def remove(self) -> list[str]:
-        """Remove the recorded segments that still have a name and that no process maps any more. Returns their
-        names."""
+        """Remove the recorded segments that still have a name and that no process maps any more. Returns the names of
+        the removed ones."""
         left = {name for name in self._seen if os.path.exists(SHARED_MEMORY + name)}
         for pid in psutil.pids() if left else ():
             left -= mapped(pid)
@@ -245,7 +267,7 @@ def _names_created(folder: str) -> list[int]:
 
 
 def mapped(pid: int) -> set[str]:
-    """Return the names in /dev/shm that a process maps; none where the process is gone or another user's.
+    """Return the names of the files in /dev/shm that a process maps; none where the process is gone or another user's.
 
     It compares device and inode: glibc maps a semaphore before it gives the semaphore its name (`sem_open`), so the
     name never shows in the maps of the process that made it.
@@ -265,14 +287,22 @@ def mapped(pid: int) -> set[str]:
 
 
 def take_priority_back() -> None:
-    """Set the niceness to 0 where allowed. Ray gives its workers, and so their children, a niceness of 15, and only
-    root may lower it."""
+    """Set this process's niceness to 0 where that is allowed. Ray gives its workers, and so their children, a niceness
+    of 15, and only root may lower it."""
     with suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, 0)
 
 
 def main(pid: int, owner: str, grace: float, folder: str, with_segments: bool) -> None:
-    """Wait until the owner is gone or writes to standard input, then end the owner's descendants."""
+    """Run as the reaper: wait until the owner is gone or writes to this process's standard input, then end the owner's
+    descendants and write what was left of them to standard output.
+
+    Args:
+        pid: the owner's process id.
+        owner: the owner's number.
+        grace, folder: as `Reaper` takes them.
+        with_segments: `Reaper`'s `segments`.
+    """
     _mark(None)  # the owner may end all processes with its mark, and this one must go on
     process = os.pidfd_open(pid)
     if os.fork():

@@ -1,5 +1,5 @@
-"""The token that all processes of a cluster share: it is made per run, passed on by path, and never stored in the
-user's home."""
+"""The authentication token that all processes of a Ray cluster share. It is made per run, passed on as the path of a
+file, and never stored in the user's home."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .errors import ClusterError
 from .internals import LOOPBACK_VARIABLE, reread_environment
 
 MODE, TOKEN, PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
-"""Ray's own variables for authentication. The processes of a node inherit them, so a path in them must be valid on that
-node."""
+"""Ray's own variables for authentication: its mode, the token itself, and the path of the token's file. The processes
+of a node inherit them, so a path in them must be valid on that node."""
 
 
 def make(folder: Path) -> Path:
@@ -28,7 +28,8 @@ def make(folder: Path) -> Path:
 
 
 def given(environment: Mapping[str, str]) -> bool:
-    """Return whether the user has a token where Ray looks for one."""
+    """Return whether this environment gives the user a token where Ray looks for one: in Ray's variables, or in
+    `~/.ray/auth_token`."""
     if environment.get(TOKEN) or environment.get(PATH):
         return True
     return (Path(environment.get("HOME", "/nonexistent")) / ".ray" / "auth_token").is_file()
@@ -36,7 +37,7 @@ def given(environment: Mapping[str, str]) -> bool:
 
 @contextmanager
 def presented(path: Path | None, *, everywhere: bool) -> Iterator[None]:
-    """Authenticate this process and its children with the token in a file, within the context.
+    """Make this process and its children authenticate to Ray with a token, for as long as the context lasts.
 
     Args:
         path: the token's file; None takes the user's token, from Ray's variables or `~/.ray/auth_token`. Where the user

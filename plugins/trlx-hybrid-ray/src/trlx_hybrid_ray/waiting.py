@@ -1,4 +1,5 @@
-"""Functions that wait for actors' answers. Every wait ends, and counts only the time in which this process ran."""
+"""Functions that wait for answers of Ray actors, with a deadline. Only time in which this process ran counts, not time
+in which it was suspended."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ LOOK = 1.0  # seconds of one wait
 
 
 class RunningClock:
-    """A clock that counts the seconds in which this process ran. It has to be read about once a second.
+    """A clock that counts only the seconds in which this process ran, for deadlines on answers of other processes. It
+    has to be read about once a second.
 
     A process that is stopped (SIGSTOP, a suspended machine) receives nothing from other processes meanwhile, so that
     time says nothing about them. Of the time between two reads, no more than `2 * LOOK` counts.
@@ -32,12 +34,13 @@ class RunningClock:
 def wait(
     references: Sequence[Any], seconds: float, count: int | None = None, clock: RunningClock | None = None
 ) -> tuple[list[Any], list[Any]]:
-    """Wait as `ray.wait` does, for so many seconds in which this process ran. Returns the references that are ready and
-    those that are not.
+    """Wait as `ray.wait` does, but count only seconds in which this process ran. Returns two lists: the references that
+    are ready and those that are not.
 
     Args:
         count: the number of ready references to wait for; by default all.
-        clock: the clock that counts the seconds; by default a new one, which begins now.
+        clock: the clock that counts the seconds, so that several waits can share one limit; by default a new one, which
+            begins now.
     """
     import ray
 
@@ -51,7 +54,8 @@ def wait(
 
 
 async def arrives(reference: Any, seconds: float) -> bool:
-    """Wait for one reference on an event loop, as `wait` does, and return whether it is ready."""
+    """Wait for one of Ray's references on an event loop, for at most `seconds` in which this process ran. Returns
+    whether it is ready."""
     future, clock = asyncio.wrap_future(reference.future()), RunningClock()
     try:
         while not future.done() and (left := seconds - clock.now()) > 0:
@@ -63,11 +67,13 @@ async def arrives(reference: Any, seconds: float) -> bool:
 
 
 def replies(calls: Mapping[K, Any], seconds: float) -> Iterator[tuple[K, Any]]:
-    """Yield the actors' answers, each as soon as it is ready: the result, or Ray's error in place of the result.
+    """Wait for the answers to actors' calls, and yield each as (key, answer) as soon as it is ready. Where a call
+    failed, Ray's error is yielded as its answer rather than raised.
 
     Args:
-        calls: the references, by the caller's keys.
-        seconds: the limit for all calls. Late calls come last, each as a `GetTimeoutError`. `math.inf` waits for ever.
+        calls: the references to the answers, by keys of the caller's choice.
+        seconds: the limit for all calls together. Late calls come last, each with a `GetTimeoutError` as its answer.
+            `math.inf` waits for ever.
     """
     import ray
 

@@ -1,8 +1,8 @@
-"""Attention over rows that are concatenated in a single sequence, as one of transformers' implementations.
+"""Attention over rows packed into a single sequence, as an implementation that transformers can choose by name.
 
 It is registered under its own name, because a layer looks its implementation up by the name in the config, even when
 gradient checkpointing runs the layer again in the backward pass. Calls from other code (generation, the probe of a
-weight sync) come without `segments`, and get what "sdpa" gives them.
+weight sync) come without `segments`, the lengths of the packed rows, and get what "sdpa" gives them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def register() -> None:
 
 @contextmanager
 def packing() -> Iterator[None]:
-    """Mark a forward pass of packed rows: no mask is made, which would be as wide as all rows together."""
+    """Mark a forward pass of packed rows, so that transformers makes no mask: it would be as wide as all rows."""
     token = _packing.set(True)
     try:
         yield
@@ -45,7 +45,7 @@ def packing() -> Iterator[None]:
 
 
 def mask(**kwargs: Any) -> Tensor | None:
-    """Return None for packed rows, else the mask that "sdpa" takes."""
+    """Return the attention mask for transformers: None inside `packing`, else that of "sdpa"."""
     return None if _packing.get() else sdpa_mask(**kwargs)
 
 
@@ -67,13 +67,22 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each segment, and to the prefix that it shares with another segment.
 
+    A segment is what a packed row has in the sequence: the whole row, or what follows a prompt that stands in the
+    segment of another row.
+
     Args:
+        module: the model's attention layer.
         query, key, value: (1, heads, N, head size), N tokens of all segments.
+        attention_mask: the mask for rows that are not packed.
+        dropout: probability.
+        scaling: the factor of the scores; None for that of torch.
         segments: lengths of the segments, N in all; None for rows that are not packed (`packing`).
         prefixes: for each segment, the number of the segment that begins with its prefix, and the prefix's length in
             tokens: 0 where it has none. Empty where no segment has one.
-        cu_seq_lens_q: where the segments end, (rows + 1,) int32, from 0; max_length_q: the longest.
-        cu_seq_lens_k, max_length_k: the same for the segments with their prefixes.
+        cu_seq_lens_q: where the segments end, (rows + 1,) int32, from 0.
+        cu_seq_lens_k: the same for the segments with their prefixes.
+        max_length_q: length of the longest segment.
+        max_length_k: length of the longest segment with its prefix.
 
     Returns:
         (1, N, heads, head size), and no attention weights.
@@ -115,7 +124,13 @@ def attention(
 def _attended(
     tensor: Tensor, segments: Sequence[int], prefixes: Sequence[tuple[int, int]], dim: int
 ) -> list[list[Tensor]]:
-    """Return the parts of each segment's keys or values: its prefix's, if it has one, and its own.
+    """Split keys or values by segments: return for each those of its prefix, if it has one, and its own.
+
+    Args:
+        tensor: keys or values of all tokens.
+        segments: lengths of the segments.
+        prefixes: for each segment, the number of the segment that begins with its prefix, and the prefix's length.
+        dim: the dimension of the tokens.
 
     The copies of a prefix come from one broadcast, whose backward pass sums the gradients of all rows at once: always
     in the same order, and rounded once.
@@ -134,26 +149,26 @@ def _attended(
 
 
 def has_kernel(query: Tensor, value: Tensor) -> bool:
-    """Return whether torch's kernel for ragged rows takes these tensors: 16 bits, a head size that fits, on a GPU."""
+    """Return whether torch's `varlen_attn` takes these tensors: 16 bits, a head size that fits, on a GPU."""
     dtype = _computed_in(query)
     fits = kernel_takes(query.shape[-1], value.shape[-1])
     return dtype in (torch.float16, torch.bfloat16) and fits and kernel_on(query.device)
 
 
 def kernel_takes(query: int, value: int) -> bool:
-    """Return whether torch's kernel for ragged rows takes heads of these sizes."""
+    """Return whether torch's kernel for rows of different lengths takes queries and values of these head sizes."""
     return query == value <= 256 and query % 8 == 0
 
 
 def kernel_on(device: torch.device) -> bool:
-    """Return whether torch has its kernel for ragged rows on this device."""
+    """Return whether torch's kernel for rows of different lengths (`varlen_attn`) runs on this device."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _computed_in(query: Tensor) -> torch.dtype:
     """Return the dtype that autocast would cast the query to for `scaled_dot_product_attention`.
 
-    Autocast does not know torch's kernel for ragged rows, so its inputs are cast here.
+    Autocast does not know `varlen_attn`, so its inputs are cast to this dtype by hand.
     """
     kind = query.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
@@ -169,7 +184,12 @@ def _varlen(
     longest: tuple[Any, Any],
     scaling: float | None,
 ) -> Tensor:
-    """Compute the attention with torch's kernel for ragged rows; arguments as in `attention`.
+    """Compute the attention with torch's kernel for rows of different lengths (`varlen_attn`).
+
+    Args:
+        query, key, value, segments, prefixes, scaling: as in `attention`.
+        ends: `cu_seq_lens_q` and `cu_seq_lens_k` of `attention`.
+        longest: `max_length_q` and `max_length_k` of `attention`.
 
     Since 2.1, flash attention aligns the causal mask of unequal lengths to the last query and the last key. torch does
     not document this for its function; a test checks it.
@@ -187,9 +207,9 @@ def _varlen(
 
 @functools.cache
 def _grouped() -> dict[str, Any]:
-    """Return the argument that lets torch's kernel take fewer key heads than query heads.
+    """Return the keyword argument with which `varlen_attn` takes fewer key heads than query heads.
 
-    The kernel can in any release; torch 2.11 has no such argument.
+    It is empty for torch 2.11, which does so without an argument.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -203,10 +223,12 @@ def loaded_with(model: PreTrainedModel) -> str:
 
 
 def choose(model: PreTrainedModel) -> str | None:
-    """Let the model's layers use this attention, unless their own takes packed rows (flash attention).
+    """Let the model's layers use this attention, if it was loaded with "sdpa".
+
+    Flash attention takes packed rows itself.
 
     Returns:
-        The implementation that it replaces, or None.
+        The implementation that was replaced, or None if nothing changed.
     """
     if loaded_with(model) == "sdpa":
         model.config._attn_implementation = NAME

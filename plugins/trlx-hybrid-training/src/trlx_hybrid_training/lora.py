@@ -82,7 +82,7 @@ PLAIN = {nn.Parameter, Tensor}
 
 
 def apply(model: nn.Module) -> list[tuple[str, str]]:
-    """Let every LoRA layer of `model` compute as this module says, where that is what the layer computes.
+    """Give each of PEFT's LoRA layers in `model` the faster forward of this module, if it computes just that.
 
     May be called again, for instance after an adapter was added.
 
@@ -105,14 +105,19 @@ def apply(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def served(model: nn.Module) -> str:
-    """Return a line for the report: how many adapted layers `apply` serves, and the first other one with its reason."""
+    """Apply the faster forward, and return a line for the run's report: how many of the LoRA layers have it.
+
+    The line also names the first layer that keeps PEFT's forward, with the reason.
+    """
     unserved, adapted = apply(model), sum(isinstance(module, BaseTunerLayer) for module in model.modules())
     said = f"LoRA layers: {adapted - len(unserved)} of {adapted} compute in fewer passes"
     return f"{said}; {unserved[0][0]} as in PEFT: {unserved[0][1]}" if unserved else said
 
 
 def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Replace `peft.tuners.lora.Linear.forward`, and call it where this call is of a kind that is not served.
+    """Compute a LoRA layer's output, in place of `peft.tuners.lora.Linear.forward`.
+
+    It calls PEFT's for what this module does not compute, such as a merged or disabled adapter.
 
     It is named "forward" for pickle, which writes a bound method as a name to look up in its object, and so finds
     PEFT's.
@@ -200,12 +205,12 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _product(left: Tensor, right: Tensor, scaling: float) -> Tensor:
-    """Return scaling · left right, rounded once."""
+    """Return the matrix product left · right times scaling, rounded once to their dtype."""
     return left.new_empty(left.shape[0], right.shape[1]).addmm_(left, right, beta=0, alpha=scaling)
 
 
 def _over_tokens(left: Tensor, right: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
-    """Return scaling · leftᵀ right in `dtype`; both factors are tokens × features."""
+    """Return scaling · leftᵀ · right in `dtype`, a gradient summed over tokens; both are (tokens, features)."""
     if left.is_cuda and dtype == torch.float32 and left.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(left.t(), right, out_dtype=dtype).mul_(scaling)
     return _cast(_product(left.t(), right, scaling), dtype)
@@ -272,7 +277,8 @@ def _parts(layer: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float, fl
 def _held(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
     """Return the weight and bias of a linear layer.
 
-    Attribute lookup is the slowest way to find them, but it is needed where wrappers (FSDP1) set tensors over them.
+    They are looked up in the module's dicts, which is faster than by attribute. Only where a wrapper (FSDP1) has set
+    tensors in their place are they looked up by attribute.
     """
     held, own = linear._parameters, linear.__dict__
     if "weight" in held and "bias" in held and "weight" not in own and "bias" not in own:

@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from torch import Tensor
 
 PADDING = -1
-"""The number that stands in a prompt where there is no token."""
+"""The number that stands in a prompt's ids where there is no token."""
 
 WORTH = 0.9
-"""The largest share of the tokens that may be left for sharing prompts to be worth it."""
+"""The fraction of the token count below which sharing prompts must bring it, to be worth it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowLengths:
-    """The numbers of tokens of rows, and which of these tokens rows can share.
+    """The lengths of rows (prompt and completion), and how much of them rows with the same prompt can share.
 
     Attributes:
-        tokens: for each row, the tokens of prompt and completion.
-        alike: for each row, the first row that has the same prompt.
-        prefixes: for each row, the tokens of its prompt without the last one, which each row keeps.
+        tokens: for each row, the number of tokens of prompt and completion.
+        alike: for each row, the number of the first row that has the same prompt.
+        prefixes: for each row, how many of its tokens can be shared: those of its prompt but the last one.
     """
 
     tokens: Sequence[int]
@@ -30,7 +30,12 @@ class RowLengths:
 
     @classmethod
     def of(cls, prompts: Tensor, tokens: Sequence[int]) -> RowLengths:
-        """Build the lengths of rows with these prompts: (B, P) int64 on the CPU, `PADDING` where there is no token."""
+        """Build the lengths of rows from their prompts and their numbers of tokens.
+
+        Args:
+            prompts: (B, P) int64 on the CPU, `PADDING` where there is no token.
+            tokens: for each row, the number of tokens of prompt and completion.
+        """
         first: dict[bytes, int] = {}
         alike = [first.setdefault(prompt.tobytes(), row) for row, prompt in enumerate(prompts.numpy())]
         return cls(tokens, alike, [max(0, int(n) - 1) for n in (prompts != PADDING).sum(1)])
@@ -39,7 +44,9 @@ class RowLengths:
         """Return how many tokens one forward pass of these rows computes.
 
         Args:
-            below: prompts are shared where that leaves less than this share of the tokens.
+            rows: numbers of the rows.
+            below: a fraction. The rows compute each common prompt once, if that brings the token count below this
+                fraction of the count without sharing; else each row computes its own.
         """
         rows = list(rows)
         whole = sum(self.tokens[row] for row in rows)
@@ -54,7 +61,7 @@ def equal_tokens(tokens: Sequence[int], count: int) -> list[list[int]]:
     The longest rows go first, each into the group that has the fewest tokens and still has room.
 
     Args:
-        tokens: of each row; `count` must divide the number of rows.
+        tokens: the number of tokens of each row; `count` must divide the number of rows.
 
     Returns:
         Row numbers, ascending within each group.
@@ -93,7 +100,11 @@ def fewest_tokens(lengths: RowLengths, count: int) -> list[list[int]]:
 
 
 def _together(lengths: RowLengths, count: int, most: int) -> list[list[int]]:
-    """Split rows like `equal_tokens`, but place up to `most` rows of one prompt at a time."""
+    """Split rows into `count` groups like `equal_tokens`, but place up to `most` rows of one prompt in a group at once.
+
+    Returns:
+        Row numbers, ascending within each group.
+    """
     tokens, alike, prefixes = lengths.tokens, lengths.alike, lengths.prefixes
     of_prompt: dict[int, list[int]] = {}
     for row in sorted(range(len(tokens)), key=lambda row: (-tokens[row], row)):

@@ -29,8 +29,8 @@ class PackedOptions:
             they belong to, instead of from a forward pass of their own.
         balanced: give the micro-batches of an optimizer step equally many tokens, or rows that share a prompt, where
             rows are packed and the gradient does not depend on which rows share a micro-batch.
-        shared_prompts: compute a prompt once for all rows of a micro-batch that have it, where rows are packed and that
-            leaves less than nine tenths of their tokens.
+        shared_prompts: compute a prompt once for all rows of a micro-batch that have it, where rows are packed and this
+            brings their token count below nine tenths.
         adaptive_checkpointing: where the trainer's `gradient_checkpointing` is on, recompute only as many layers as
             memory requires, see `trlx_hybrid_training.recomputation`.
         joined: with `adaptive_checkpointing`, and where rows are packed: compute several micro-batches of an optimizer

@@ -1,4 +1,4 @@
-"""Rows without padding, concatenated into one sequence, and the check of which models can be scored so."""
+"""Packing of rows: concatenation without padding into one sequence, and the check of which models allow it."""
 
 from __future__ import annotations
 
@@ -26,17 +26,19 @@ IGNORED = -100
 class Pack:
     """Rows without padding as one sequence of N tokens.
 
-    A prompt that rows share stands in it once, but for its last token. The first row with such a prompt is whole. The
-    others begin at their prompt's last token: each row has its own, because a position has one label.
+    A prompt that several rows have stands in it once, except for its last token. The first row with such a prompt is
+    whole. The others begin at their prompt's last token: each row needs its own, because its label is the first token
+    of the row's completion.
 
     Attributes:
-        input_ids, position_ids, labels: (1, N) int64; positions begin at 0 in each row, labels are the tokens that
-            follow, where they belong to a completion.
-        lengths: the tokens of each row.
+        input_ids: (1, N) int64.
+        position_ids: (1, N) int64, from 0 in each row.
+        labels: (1, N) int64, the token that follows, if it belongs to a completion; else `IGNORED`.
+        lengths: the number of tokens of each row.
         segments: for each row, how many of its tokens stand in the sequence; N in all.
         prefixes: for each row, the row that holds its other tokens, and how many these are.
-        ends: (b + 1,) int32, where each row's segment ends, from 0.
-        whole_ends: (b + 1,) int32, the same for the whole rows.
+        ends: (b + 1,) int32, the cumulative sum of `segments`, from 0.
+        whole_ends: (b + 1,) int32, the cumulative sum of `lengths`, from 0.
         places: (N,) int64, the positions of the sequence's tokens in the flattened rows of `width`.
         width: P + C, the padded length of a row.
         completion_length: C.
@@ -58,12 +60,17 @@ class Pack:
     def of(
         cls, input_ids: Tensor, attention_mask: Tensor, completion_length: int, shared_below: float = 0.0
     ) -> Pack | None:
-        """Pack rows; arguments as in `Rows`.
-
-        Returns None where a prompt is empty: its completion's first token would follow another row's last.
+        """Pack rows of prompt and completion.
 
         Args:
-            shared_below: rows share prompts where that leaves less than this share of the tokens.
+            input_ids: (b, P + C), with padding.
+            attention_mask: (b, P + C), 0 at padding.
+            completion_length: C.
+            shared_below: a fraction. Common prompts are computed once, if that brings the token count below this
+                fraction of the count without sharing. 0: never.
+
+        Returns:
+            None where a prompt is empty: its completion's first token would follow another row's last.
         """
         whole = attention_mask.bool()
         first = whole.shape[1] - completion_length
@@ -100,7 +107,7 @@ class Pack:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """The arguments of the model's forward, with those of flash attention."""
+        """The keyword arguments for the model's forward, with those that flash attention needs for packed rows."""
         return {
             "input_ids": self.input_ids,
             "position_ids": self.position_ids,
@@ -111,13 +118,13 @@ class Pack:
         }
 
     def rows(self, scores: Tensor) -> Tensor:
-        """Return scores of (1, N) as (b, C), 0 where nothing was scored."""
+        """Return scores of the packed tokens, (1, N), by row and completion token, (b, C); 0 where there is none."""
         grid = scores.new_zeros(len(self.lengths) * self.width).index_copy(0, self.places, scores[0])
         return grid.view(-1, self.width)[:, -self.completion_length - 1 : -1]
 
 
 def _shared(lengths: RowLengths, below: float) -> tuple[tuple[int, int], ...]:
-    """Return `Pack.prefixes` for rows of these lengths."""
+    """Return `Pack.prefixes` for rows of these lengths; `below` is `shared_below` of `Pack.of`."""
     rows = range(len(lengths.tokens))
     share = lengths.packed(rows, below) < sum(lengths.tokens)
     alike, prefixes = lengths.alike, lengths.prefixes
@@ -131,7 +138,7 @@ def _ends(mask: Tensor) -> Tensor:
 
 
 def refused(session: Run) -> str | None:
-    """Return why this run's rows cannot be packed, or None."""
+    """Return why this run's rows cannot be packed (scored without padding, as one sequence), or None."""
     policy, args = session.policy, session.args
     model: Any = policy.base
     config = model.config
@@ -169,7 +176,7 @@ def _refused_layers(model: PreTrainedModel, config: Any) -> str | None:
 
 
 def attention_name(session: Run) -> str:
-    """Return the name of what computes the attention of packed rows, for the report."""
+    """Return what computes the attention of packed rows, in words for the run's report."""
     name = loaded_with(session.policy.base)
     if name != "sdpa":
         return name
@@ -180,12 +187,15 @@ def attention_name(session: Run) -> str:
 
 
 def head_sizes(config: Any) -> tuple[int, int]:
-    """Return the sizes of a query's and a value's head, of the config of a language model."""
+    """Return the size of a query head and of a value head, from the config of a language model."""
     known = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
     size = known or config.hidden_size // config.num_attention_heads
     return size, getattr(config, "v_head_dim", None) or size
 
 
 def takes_prefixes(session: Run) -> bool:
-    """Return whether rows may share prompts: transformers' flash attention takes lengths of whole rows only."""
+    """Return whether packed rows may share a prompt: they may with "sdpa", for which this plugin's attention runs.
+
+    transformers' flash attention takes whole rows only.
+    """
     return loaded_with(session.policy.base) == "sdpa"

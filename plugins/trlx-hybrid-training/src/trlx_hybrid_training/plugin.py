@@ -1,4 +1,7 @@
-"""The hooks of this distribution. The module imports little, because loading every plugin must stay cheap."""
+"""The entry point by which this package offers its components to the plugin manager.
+
+The module imports little: all installed plugins are loaded at each start, which must stay cheap.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ def _packed(session: Run, options: PackedOptions) -> Scoring:
 
 @hookimpl
 def trlx_register(registry: Registry) -> None:
-    """Offer `scoring="packed"`."""
+    """Offer `scoring="packed"`, which computes log-probs of rows without padding."""
     registry.offer(
         "scoring",
         "packed",
@@ -33,7 +36,7 @@ def trlx_register(registry: Registry) -> None:
 
 @hookimpl
 def trlx_configure(session: Run) -> None:
-    """Let LoRA layers compute in fewer passes, where the options say so."""
+    """Give the policy's LoRA layers the faster forward of `trlx_hybrid_training.lora`, if the options ask for it."""
     if session.config.options_of("training", TrainingOptions).lora_layers:
         from .lora import apply
 
@@ -42,7 +45,10 @@ def trlx_configure(session: Run) -> None:
 
 @hookimpl
 def trlx_report_header(session: Run) -> str | None:
-    """Return how many LoRA layers compute in fewer passes, and why the first other one does not."""
+    """Return a line with how many LoRA layers have the faster forward, and why the first other one has not.
+
+    None where the options do not ask for it.
+    """
     if not session.config.options_of("training", TrainingOptions).lora_layers:
         return None
     from .lora import served

@@ -35,7 +35,7 @@ SHARE = 0.9
 """The share of the free memory that may be planned with: the allocator's blocks do not fit exactly."""
 
 WORKSPACE = 1 << 30
-"""Bytes reserved for what is not counted separately, above all chunks of float32 logits."""
+"""Bytes of the device kept free for what is not counted separately, above all chunks of float32 logits."""
 
 IN_BACKWARD = 3
 """The peak of one layer's backward pass, in multiples of the bytes that a layer keeps.
@@ -52,11 +52,11 @@ copied.
 
 
 def keepable(free: int, others: int, layer: int, layers: int) -> int:
-    """Return how many layers' activations fit into memory.
+    """Return how many layers' activations fit into memory, so that these layers need not be recomputed.
 
     Args:
-        free: bytes that nobody uses.
-        others: bytes that something else will take.
+        free: bytes of the device that nobody uses.
+        others: how many of these something other than activations will take.
         layer: bytes that one layer keeps for its backward pass.
         layers: how many layers there are.
 
@@ -68,7 +68,10 @@ def keepable(free: int, others: int, layer: int, layers: int) -> int:
 
 
 class LayerBytes:
-    """The bytes that a layer was seen to keep for its backward pass, by the tokens of the pass."""
+    """A record of how many bytes a layer kept for its backward pass, by the number of tokens of the pass.
+
+    True when it has an entry.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}
@@ -77,7 +80,10 @@ class LayerBytes:
         return bool(self._seen)
 
     def add(self, tokens: int, bytes_: int) -> None:
-        """Record a pass, and drop records of passes with about as many tokens and no more."""
+        """Record that a layer kept this many bytes in a pass of this many tokens.
+
+        It replaces the records of passes with as many or slightly fewer tokens.
+        """
         size = tokens.bit_length()
         self._seen = {n: b for n, b in self._seen.items() if n.bit_length() != size or n > tokens} | {tokens: bytes_}
 
@@ -92,10 +98,10 @@ class LayerBytes:
 
 
 class Recomputation:
-    """A decision, for each micro-batch, of which layers of the policy are recomputed.
+    """Decides for each micro-batch which layers of the policy are recomputed in the backward pass.
 
     Attributes:
-        recomputed: number of layers that the last loss recomputed; None before the first.
+        recomputed: how many layers were recomputed for the last loss; None before the first.
     """
 
     def __init__(self, session: Run) -> None:
@@ -104,7 +110,7 @@ class Recomputation:
         self._sharded = any(is_sharded(p) for p in session.policy.module.parameters())
 
     def idle(self) -> str | None:
-        """Return why there is nothing to decide, or None."""
+        """Return why this run has nothing to decide (gradient checkpointing is off or not transformers'), or None."""
         if not self._session.args.gradient_checkpointing:
             return "gradient_checkpointing is off, so that there is nothing to decide"
         if not any(isinstance(module, GradientCheckpointingLayer) for module in self._session.policy.base.modules()):
@@ -113,10 +119,10 @@ class Recomputation:
 
     @contextmanager
     def chosen(self, tokens: int, copied: int = 0) -> Iterator[None]:
-        """Choose the recomputed layers for one loss forward. Collective where the policy is sharded.
+        """Switch gradient checkpointing off for as many layers as memory holds, during one forward pass of the loss.
 
-        Collective, because a layer that is recomputed is gathered once more, so all ranks must recompute the same
-        layers.
+        Collective where the policy is sharded: a layer that is recomputed is gathered once more, so all ranks must
+        recompute the same layers.
 
         The first layers are recomputed, not the last ones: the activations of the last layers are already freed when
         the backward pass recomputes the first.
@@ -148,9 +154,12 @@ class Recomputation:
                 layer.gradient_checkpointing = True
 
     def joined(self, tokens: Sequence[int]) -> int:
-        """Return how many micro-batches of these tokens one pass can compute without recomputing a layer. Collective.
+        """Return how many of the next micro-batches one pass can compute without recomputing a layer. Collective.
 
-        1 where no pass was counted yet, or where not even one micro-batch fits.
+        It is 1 where no pass was counted yet, or where not even one micro-batch fits.
+
+        Args:
+            tokens: the number of tokens of each of these micro-batches.
         """
         layers = self._layers()
         counts = range(len(tokens), 1, -1) if layers and self._kept else ()
@@ -160,7 +169,7 @@ class Recomputation:
         return min(ranks.gather(count)) if ranks.world > 1 else count
 
     def _layers(self) -> list[GradientCheckpointingLayer]:
-        """Return the layers that are recomputed by default, in order.
+        """Return the layers for which gradient checkpointing is on, in model order.
 
         Modules inside these layers, such as an adapter's thousands, are not searched.
         """
@@ -172,20 +181,26 @@ class Recomputation:
         return min(self._session.ranks.gather(kept)) if self._sharded else kept
 
     def _fitting(self, tokens: int, layers: int, memory: tuple[int, int]) -> int:
-        """Return how many layers this rank's memory can hold without recomputation."""
+        """Return how many layers' activations this rank's memory can hold.
+
+        Args:
+            tokens: the number of tokens of the pass.
+            layers: how many layers there are.
+            memory: what `_memory` returns.
+        """
         layer, (free, others) = self._kept.expected(tokens), memory
         assert layer is not None
         return keepable(free, others + layers * tokens * self._input, layer, layers)
 
     def _memory(self) -> tuple[int, int]:
-        """Return the free bytes, and how many of them something other than activations will take.
+        """Return the device's free bytes, and how many of them something other than activations will take.
 
         It looks at every parameter, so it is called once for each pass.
         """
         return self._session.free_bytes(), self._casts + self._head + self._gradients()
 
     def _gradients(self) -> int:
-        """Return the bytes of the gradients that are still to come.
+        """Return the bytes of the gradients that the backward pass will allocate.
 
         Until the last micro-batch of a step, FSDP2 holds the gradients whole, where they cannot be seen: they may be
         counted twice.
@@ -197,7 +212,7 @@ class Recomputation:
 
     @functools.cached_property
     def _casts(self) -> int:
-        """The bytes of the copies of trained float32 weights that autocast keeps for a forward pass."""
+        """The bytes of the 16-bit copies of trained float32 weights that autocast keeps during a forward pass."""
         if autocast_dtype(self._session.args).itemsize == 4:
             return 0
         trained = self._session.policy.module.parameters()
@@ -222,7 +237,11 @@ class Recomputation:
 
 @contextmanager
 def _counting(layer: nn.Module) -> Iterator[dict[int, int]]:
-    """Count the bytes, by storage, that the layer's operations save for their backward pass, without its parameters."""
+    """Count the bytes that a layer's operations save for the backward pass, in forward passes inside this context.
+
+    Yields:
+        The bytes by the address of their storage, which is filled meanwhile; without the layer's parameters.
+    """
     storages: dict[int, int] = {}
     own: set[int] = set()
     counting = saved_tensors_hooks(lambda tensor: _count(tensor, storages, own), lambda tensor: tensor)

@@ -1,4 +1,7 @@
-"""The scoring `scoring="packed"`: rows without padding, once a comparison shows them equal to padded rows."""
+"""The component `scoring="packed"`: computes log-probs of rows without padding.
+
+The first rows are also scored with padding, and compared; if they differ, all rows stay padded.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +35,11 @@ EXACT = 1e-5
 
 
 class Packed(Scoring):
-    """The scoring of rows without their padding.
+    """A scoring (per-token log-probs and entropies) of rows without their padding.
 
     Attributes:
-        padded_because: why it scores padded rows as TRL does; None where it packs them.
-        recomputation: what decides which layers are recomputed; None without `adaptive_checkpointing`.
+        padded_because: why rows are scored with padding, as TRL does; None where they are packed.
+        recomputation: decides which layers are recomputed in the backward pass; None without `adaptive_checkpointing`.
     """
 
     name = "packed"
@@ -74,14 +77,20 @@ class Packed(Scoring):
 
     @property
     def balanced(self) -> bool:  # type: ignore[override]
-        """True only where rows are packed: padded ones take the same memory in any micro-batch."""
+        """True where `micro_batches` chooses which rows to train together.
+
+        It does so only where rows are packed: padded ones take the same memory in any micro-batch.
+        """
         return self._balances and self.padded_because is None
 
     def micro_batches(self, prompts: Tensor, tokens: Sequence[int], count: int) -> list[list[int]]:
-        """Return the rows of each micro-batch, equally many in each.
+        """Split the rows of an optimizer step into `count` micro-batches of equally many rows; return row numbers.
 
-        Where rows share prompts, the micro-batches have as few tokens as sharing allows; else their tokens are as equal
-        as can be.
+        Where rows share prompts, the split computes few tokens in all; else their token counts are nearly equal.
+
+        Args:
+            prompts: (B, P) token ids of each row's prompt, -1 where there is no token.
+            tokens: for each row, the number of tokens of prompt and completion.
         """
         if not self._shares:
             return equal_tokens(tokens, count)
@@ -89,16 +98,23 @@ class Packed(Scoring):
 
     @property
     def joins(self) -> bool:  # type: ignore[override]
-        """True once the first comparison has shown that packed rows are scored like padded ones."""
+        """True where `joined` may put several micro-batches in one pass.
+
+        It may once the first comparison has shown that packed rows are scored like padded ones.
+        """
         return self._joins and self.padded_because is None and id(self._session.policy.base) in self._compared
 
     def joined(self, tokens: Sequence[int]) -> int:
-        """Return how many of these micro-batches one pass can compute without recomputing a layer."""
+        """Return how many of the next micro-batches one pass can compute without recomputing a layer; at least 1.
+
+        Args:
+            tokens: the number of tokens of each of these micro-batches.
+        """
         assert self.recomputation is not None
         return self.recomputation.joined(tokens)
 
     def score(self, rows: Rows) -> Scores:
-        """Score rows like TRL, computing only their real tokens where rows are packed."""
+        """Compute the rows' per-token log-probs and entropies as TRL does; without padding, where rows are packed."""
         if self.padded_because is None:
             before = attention.choose(rows.model)  # again, where another trainer on the model has ended
             if before is not None:
@@ -115,7 +131,8 @@ class Packed(Scoring):
     def _packs(self, rows: Rows, shared_below: float) -> list[Pack] | None:
         """Return one pack for each forward pass, or None where a row cannot be packed.
 
-        All packs are made before the first pass: ranks that share a model must run equally many passes.
+        `shared_below` is that of `Pack.of`. All packs are made before the first pass: ranks that share a model must run
+        equally many passes.
         """
         ours = rows.model.config._attn_implementation == attention.NAME
         if not self._shares or not ours or rows.router_loss:  # the router loss is a mean over all tokens
@@ -157,7 +174,9 @@ class Packed(Scoring):
 
     @torch.no_grad()
     def _prepare(self, rows: Rows) -> None:
-        """Score the first rows of a model packed and padded, without dropout, and compare. Collective.
+        """Score the first rows of a model packed and padded, without dropout, and compare the log-probs. Collective.
+
+        Where they differ too much, `padded_because` is set, and all rows stay padded.
 
         Each row is packed twice, so that it has a neighbour, and shares its prompt where prompts may be shared,
         whatever the first rows are. Where no token is scored, or a rank cannot pack its rows, these rows stay padded
@@ -196,10 +215,10 @@ class Packed(Scoring):
                 logger.info("Packed rows differ from padded ones by %.3g nats at most.", float(gap.max()))
 
     def _too_far(self, gap: Tensor) -> str | None:
-        """Return the reason that the first comparison gives against packing, or None.
+        """Return why rows must not be packed, if packed and padded rows have different log-probs; else None.
 
         Args:
-            gap: (tokens,), differences of log-probs.
+            gap: (tokens,), absolute differences of the log-probs, in nats.
         """
         policy = self._session.policy
         dtype = coarsest(policy.dtype, autocast_dtype(self._session.args))
@@ -214,7 +233,7 @@ class Packed(Scoring):
         )
 
     def close(self) -> None:
-        """Restore the attention that each model's config named before."""
+        """Restore the attention implementation that each model's config named before."""
         for config, before in self._chosen.values():
             config._attn_implementation = before
         self._chosen.clear()

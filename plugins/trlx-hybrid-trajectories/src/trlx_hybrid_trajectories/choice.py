@@ -17,11 +17,11 @@ TOKENS = 12_000  # of all trajectories shown token by token: a page of 1 MB
 
 @dataclass(slots=True, kw_only=True)
 class Chosen:
-    """A selection of a file's trajectories for the page, by their line.
+    """A selection of a file's trajectories for the page of a run, by their line numbers in the file.
 
     Attributes:
         lists: lines of the trajectories that are shown token by token, by the name of their list.
-        again: for each prompt that comes again, lines at some of its steps.
+        again: for each prompt that was sampled at several steps, the lines of its trajectories at some of these steps.
         total: number of trajectories in the file.
         failed: number of failed ones among them.
         long: number of trajectories that were left out of `lists` for their length.

@@ -157,10 +157,13 @@ class Span:
 
 @dataclass(slots=True, kw_only=True)
 class Events:
-    """The events that a run recorded. Where a resumed run repeated steps, the last start's count.
+    """The events that a run recorded. Of steps that a resumed run repeated, those of the last start are kept.
+
+    Each launch of the run is a start; resuming from a checkpoint is another one.
 
     Attributes:
-        starts: per start of the run the facts that rank 0 recorded, its time, and the time of its last event as "last".
+        starts: for each start of the run the facts that rank 0 recorded, its time, and as "last" the time of its last
+            event.
         header: the lines of the last header.
         logs: step and metrics of each line of the log.
         syncs: rank and row of each weight sync.
@@ -249,9 +252,12 @@ def _spans(start: int, rank: int, rows: list[dict[str, Any]]) -> Iterator[Span]:
 
 
 def _before(kept: list[dict[str, Any]], rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Return the rows of earlier starts that still count: of steps before the first step that a later start trained.
+    """Return the rows of earlier starts that still count, because a later start did not repeat their steps.
 
-    The log of a step is written when the step is done.
+    Args:
+        kept: rows of the earlier starts.
+        rows: rows of the later start; steps before the first one that it trained still count. The log of a step is
+            written when the step is done.
     """
     sampled = [row["step"] for row in rows if row["event"] == "now" and row["name"] == "rollout" and row["training"]]
     logged = [row["step"] - 1 for row in rows if row["event"] == "log" and "loss" in row["metrics"]]

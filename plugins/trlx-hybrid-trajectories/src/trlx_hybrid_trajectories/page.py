@@ -39,7 +39,7 @@ def packaged(name: str) -> str:
 
 
 def document(title: str, body: Sequence[str], *, styles: Sequence[str], scripts: Sequence[str]) -> str:
-    """Return a complete page around the lines of its body, with nothing loaded from outside."""
+    """Return a complete HTML page around the lines of its body, with style sheets and scripts given as texts."""
     parts = [
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
@@ -70,7 +70,7 @@ def summary(recorded: Sequence[Recorded]) -> str:
 
 
 def legend() -> Iterator[str]:
-    """Yield the legend of the tokens."""
+    """Yield lines of HTML that explain the colours and signs with which the page shows a trajectory's tokens."""
     percent = [f"{share:.0%}" for share in SHADES]
     names = [f"≥ {percent[0]}", *(f"≥ {share}" for share in percent[1:]), f"&lt; {percent[-1]}"]
     scale = "".join(f'<span class="t s{level}">{name}</span>' for level, name in enumerate(names))
@@ -103,7 +103,7 @@ def contents(recorded: Sequence[Recorded], among: Sequence[Recorded] = ()) -> It
 
 
 def article(one: Recorded) -> Iterator[str]:
-    """Yield one trajectory, token by token; its id is `t` and its line."""
+    """Yield lines of HTML that show one trajectory token by token; the element's id is `t` and its line number."""
     cut, failed = sections(one), ' class="failed"' if one.failed else ""
     yield f'<article id="t{one.line}"{failed}>\n<header>'
     yield f"<h2>Trajectory {one.line}</h2>\n<dl>"
@@ -131,7 +131,7 @@ def _strip(section: Section) -> str:
 
 
 def _section(section: Section) -> Iterator[str]:
-    """Yield a section with its heading beside it; sampled sections carry the number of their turn."""
+    """Yield lines of HTML for a section of a trajectory, with a heading; a sampled one has its turn's number there."""
     folded = section.kind == "prompt" and section.tokens > LONG_PROMPT
     heading = f"<b>turn {section.turn}</b>" if section.kind == "sampled" else ""
     mean = f"<small>{section.mean}</small>" if section.mean else ""

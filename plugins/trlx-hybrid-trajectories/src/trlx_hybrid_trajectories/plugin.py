@@ -103,7 +103,7 @@ def trlx_sync_end(session: Run, report: SyncReport) -> None:
 
 @hookimpl
 def trlx_rollout_end(session: Run, trajectories: Sequence[Trajectory]) -> None:
-    """Record trajectories of this rank, if the options say so. The number that a full disk lost is a metric."""
+    """Record rank 0's trajectories, if the options say so. How many a full disk lost is logged as a metric."""
     options = session.config.options_of("trajectories", TrajectoriesOptions)
     path = options.file(session)  # read again: `multi_turn` may have added it, from its older option
     if path is not None and session.ranks.rank == 0:

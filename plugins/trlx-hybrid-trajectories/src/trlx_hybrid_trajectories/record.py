@@ -214,7 +214,7 @@ class OptionalLines:
         self._file = None
 
     def _open(self) -> FileIO:
-        """Return the file, reopened in another process, and where somebody has removed it."""
+        """Return the open file; it is opened again in a forked process, and after somebody has removed it."""
         if self._opened_by != os.getpid() or (self._file is not None and os.fstat(self._file.fileno()).st_nlink == 0):
             self.close()
         if self._file is None:
@@ -386,7 +386,10 @@ class TokenTexts:
         return texts
 
     def _run(self, ids: list[int], start: int) -> list[str | None]:
-        """Return the texts of `ids[start:]`. Earlier ids are context: sentencepiece drops a text's leading space."""
+        """Return the texts of `ids[start:]`, None where a token's text is part of the one before.
+
+        Earlier ids are context for the decoder, because sentencepiece drops a text's leading space.
+        """
         if self._single(ids[0]).endswith(REPLACEMENT):
             ids, start = ids[start:], 0  # half a character as context would absorb what follows
         singles = [self._single(token) for token in ids]

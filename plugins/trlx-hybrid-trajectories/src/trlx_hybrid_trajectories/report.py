@@ -265,7 +265,7 @@ def _seconds(spans: list[Span], rank: int, used: list[str]) -> list[str]:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Yield a table; the first column names the rows."""
+    """Yield lines of an HTML table, given the heads of its columns and its rows; the first column names the rows."""
     yield '<div class="wide"><table><thead><tr>'
     yield "".join(f'<th scope="col">{escape(head)}</th>' for head in heads) + "</tr></thead>\n<tbody>"
     for name, *cells in rows:
@@ -412,7 +412,7 @@ def _trajectories(file: Path | None) -> Iterator[str]:
 
 
 def _again(found: list[Recorded]) -> Iterator[str]:
-    """Yield a prompt and its completions over the steps."""
+    """Yield lines of HTML that show a prompt that was sampled at several steps, with its completion at each step."""
     prompt = "".join(span.text for section in sections(found[0])[:1] for span in section.spans)
     rewards = " → ".join(number(one.reward) for one in found)
     yield f'<details class="again"><summary><b>{escape(_cut(prompt, 160))}</b> reward {rewards}</summary>'

@@ -43,7 +43,7 @@ class TokenSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A run of consecutive tokens of one kind.
+    """A part of a recorded trajectory: consecutive tokens of one kind, such as all tokens of one sampled turn.
 
     Attributes:
         kind: "prompt"; "sampled" by the model; "observed", from a tool or an environment; "masked", the completion of
@@ -58,7 +58,7 @@ class Section:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens."""
+        """The number of tokens in this section."""
         return sum(len(span.ids) for span in self.spans)
 
     @property
@@ -104,7 +104,7 @@ def visible(text: str) -> str:
 
 
 def facts(recorded: Recorded) -> list[tuple[str, str]]:
-    """Return the facts above a trajectory as pairs of name and value."""
+    """Return what is shown above a trajectory (reward, step, tokens and so on) as pairs of name and value."""
     sampled = sum(map(bool, recorded.loss_mask))
     total = len(recorded.completion_ids)
     tokens = f"{total} masked" if recorded.failed else f"{sampled} sampled, {total - sampled} observed"

@@ -35,15 +35,15 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from .internals import may_replace
 
 LARGEST = 64
-"""The largest rank that is served. With larger ranks the spare rows are no longer small beside the weight's."""
+"""The largest adapter rank for which this is used. Above it, A's rows are no longer few beside the weight's."""
 PARTS = 4
-"""The largest number of parts of a fused layer, each with its own adapter. Mamba's layers have more."""
+"""The largest number of modules that a fused layer may consist of, each with its own A and B; Mamba's have more."""
 MULTIPLE = 16
-"""The number of spare rows is a multiple of this, so that a product's rows begin at multiples of 32 bytes."""
+"""The number to a multiple of which the rows for A are rounded up, so that a product's rows begin at 32-byte steps."""
 ROWS = 64
 """Rows of a weight that one program of the kernel computes."""
 PLAIN = (ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear, ReplicatedLinear)
-"""Layers that compute x·Wᵀ and nothing else of their own."""
+"""Classes of vLLM's layers that compute x·Wᵀ and nothing else of their own, and so can be replaced."""
 ROUNDING = 2**-8
 """The relative rounding error of bf16."""
 LIBRARY = torch.library.Library("trlx_hybrid", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -53,7 +53,7 @@ LIBRARY = torch.library.Library("trlx_hybrid", "FRAGMENT")  # type: ignore[no-un
 
 
 def adapted_linear(x: Tensor, weight: Tensor, b: Tensor, sizes: list[int], bias: Tensor | None = None) -> Tensor:
-    """Compute x·(W + B·A)ᵀ + bias.
+    """Compute x·(W + B·A)ᵀ + bias, the output of a linear layer with its LoRA adapter; B includes the scaling.
 
     Args:
         x: (..., columns).
@@ -79,7 +79,7 @@ direct_register_custom_op("adapted_linear", adapted_linear, fake_impl=_shape_of,
 
 
 def with_b_in_torch(product: Tensor, b: Tensor, sizes: list[int], bias: Tensor | None) -> Tensor:
-    """Compute the same as `with_b` in torch, in any dtype and on any device."""
+    """Compute in torch, in any dtype and on any device, what `with_b` computes with a Triton kernel."""
     base, low = product[:, : len(b)], product[:, len(b) :]
     its = torch.split(base if bias is None else base + bias, sizes, 1), torch.split(low, b.shape[1], 1)
     parts = zip(*its, torch.split(b, sizes), strict=False)  # the last A may be followed by spare rows
@@ -87,12 +87,15 @@ def with_b_in_torch(product: Tensor, b: Tensor, sizes: list[int], bias: Tensor |
 
 
 def with_b(product: Tensor, b: Tensor, sizes: list[int], bias: Tensor | None) -> Tensor:
-    """Compute x·Wᵀ plus x·Aᵀ·Bᵀ plus the bias, summed in float32.
+    """Add the adapter's and the bias's share to a layer's output: x·Wᵀ + (x·Aᵀ)·Bᵀ + bias, in one Triton kernel.
+
+    It sums in float32.
 
     Args:
-        product: (tokens, rows + spare), x·Wᵀ and beside it x·Aᵀ for each part.
+        product: (tokens, rows + spare), x·Wᵀ and beside it x·Aᵀ for each part of a fused layer.
         b: (rows, rank).
-        sizes: rows of each part, of at most `PARTS` parts.
+        sizes: rows of each part; there are at most `PARTS`.
+        bias: (rows,), or None.
 
     Returns:
         (tokens, rows), contiguous.
@@ -150,7 +153,10 @@ def _with_b(  # type: ignore[no-untyped-def]
 
 
 def runs_here() -> bool:
-    """Return whether the kernel computes on this GPU what torch computes, on random numbers; always True on a CPU."""
+    """Run the Triton kernel of `with_b` once, and return whether it computes on this GPU what torch does.
+
+    On a CPU, where torch computes it, always True.
+    """
     if not current_platform.is_cuda_alike():
         return True
     device = torch.device("cuda", torch.cuda.current_device())
@@ -159,7 +165,7 @@ def runs_here() -> bool:
 
 @functools.cache
 def _apart(device: torch.device) -> float:
-    """Return the largest relative difference between the kernel and torch.
+    """Return the largest relative difference between the results of `with_b` and torch's, on random numbers.
 
     It tries few, some and many tokens, with one and several parts, with a bias and without.
     """
@@ -181,10 +187,13 @@ def _apart(device: torch.device) -> float:
 class Joined:
     """A mixin for vLLM's class of an adapted layer that computes with `adapted_linear`.
 
+    vLLM's slots are the tensors in which it keeps an adapter's A and B.
+
     Attributes:
-        joined_weight: the `weight` of `adapted_linear`. The layer's weight is its first rows, vLLM's slots of A are the
-            others.
-        joined_b, joined_sizes: its `b` and `sizes`. vLLM's slots of B are the parts of `joined_b`.
+        joined_weight: the argument `weight` of `adapted_linear`. Its first rows are the layer's weight, the others are
+            vLLM's slots of A.
+        joined_b: the argument `b`, whose parts are vLLM's slots of B.
+        joined_sizes: the argument `sizes`.
     """
 
     joined_weight: Tensor
@@ -192,22 +201,24 @@ class Joined:
     joined_sizes: list[int]
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Compute the layer, in place of vLLM's product and its kernels for many adapters."""
+        """Compute the layer's output for `x`, in place of vLLM's product and its kernels for many adapters."""
         operator = torch.ops.trlx_hybrid.adapted_linear
         return operator(x, self.joined_weight, self.joined_b, self.joined_sizes, bias)  # type: ignore[no-any-return]
 
     def reset_lora(self, index: int) -> None:
-        """Clear the slots and the spare rows that no slot uses."""
+        """Zero A, B and the spare rows under the weight. vLLM calls this; `index` is always that of the one adapter."""
         self.joined_weight[len(self.joined_b) :].zero_()
         self.joined_b.zero_()
 
 
 @contextmanager
 def adapters_under_weights(rank: int | None) -> Iterator[bool]:
-    """Make the adapted layers of an engine `Joined`, where they can be, while the engine is built.
+    """Make an engine that is built inside compute weight and A of its adapted layers in one product (`Joined`).
+
+    Layers of other kinds, such as quantised ones, stay vLLM's.
 
     Args:
-        rank: of vLLM's slots; None for an engine whose slots are not those of the policy's one adapter.
+        rank: the rank of vLLM's slots; None for an engine whose slots are not for exactly one adapter.
 
     Yields:
         Whether layers will be `Joined`.
@@ -226,7 +237,7 @@ def adapters_under_weights(rank: int | None) -> Iterator[bool]:
 
 
 def clear_adapters(model: torch.nn.Module) -> None:
-    """Clear the adapter slots of all `Joined` layers, after the memory of the weights was lost.
+    """Zero the adapter slots of all `Joined` layers, after a sleep that freed the weights' memory.
 
     The memory then holds arbitrary bits, and every request is computed with it. An engine that holds an adapter gets it
     from the weight sync before it samples, but no weight sync fills the slots of other engines.
@@ -237,7 +248,7 @@ def clear_adapters(model: torch.nn.Module) -> None:
 
 
 def with_spare_rows(rank: int) -> Callable[..., None]:
-    """Return vLLM's `create_weights` with spare rows under the weight, for an A of each part."""
+    """Return a version of vLLM's `create_weights` that allocates spare rows under each weight, for the adapter's A."""
     plain = UnquantizedLinearMethod.create_weights
 
     @functools.wraps(plain)
@@ -257,12 +268,15 @@ def with_spare_rows(rank: int) -> Callable[..., None]:
 
 
 def spare_rows(parts: int, rank: int) -> int:
-    """Return how many spare rows hold an A of this rank for each of so many parts."""
+    """Return how many spare rows a layer needs for A: `rank` for each of the `parts` that it fuses, rounded up."""
     return -(-parts * rank // MULTIPLE) * MULTIPLE
 
 
 def joining(plain: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    """Return vLLM's `from_layer`, which wraps a layer and gives it slots, followed by `join`."""
+    """Return a version of vLLM's `from_layer` (`plain`) that also calls `join` on the layer.
+
+    vLLM's function wraps a layer for LoRA and allocates its slots.
+    """
 
     @functools.wraps(plain)
     def from_layer(*args: Any, **kwargs: Any) -> torch.nn.Module:
@@ -275,7 +289,7 @@ def joining(plain: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Mod
 
 
 def join(layer: Any) -> None:
-    """Make a wrapped layer with slots for one adapter `Joined`, unless its weight is quantised or has no spare rows."""
+    """Make one of vLLM's LoRA layers `Joined`, in place, unless its weight is quantised or has no spare rows."""
     base, slots_a, slots_b = layer.base_layer, layer.lora_a_stacked, layer.lora_b_stacked
     weight, (*_, rank, columns) = base.weight.data, slots_a[0].shape
     rows, spare, sizes = len(weight), spare_rows(len(slots_a), rank), [b.shape[2] for b in slots_b]
@@ -297,7 +311,7 @@ def join(layer: Any) -> None:
 
 
 def beside_slots(layer: Any) -> list[Tensor]:
-    """Return what must stay zero in a `Joined` layer beside its slots: spare rows that no A takes."""
+    """Return what must stay zero in a `Joined` layer beside its slots: the spare rows that A leaves, if any."""
     if not isinstance(layer, Joined):
         return []
     rows, rank = layer.joined_b.shape

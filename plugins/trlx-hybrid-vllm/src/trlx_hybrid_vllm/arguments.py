@@ -49,7 +49,8 @@ def refuses(policy: Policy, world: int, options: VLLMOptions, slots: bool = True
     """Return why vLLM cannot serve this model with these options, and what to change; None where it can.
 
     Args:
-        slots: whether the engine's slots for adapters can be written.
+        world: the number of processes.
+        slots: whether a weight sync can write into the engine's LoRA slots.
     """
     model = policy.base
     config = model.config.get_text_config()
@@ -113,7 +114,7 @@ def _cpu(policy: Policy, heads: int | None) -> str | None:
 
 
 def refuses_routing(options: VLLMOptions) -> str | None:
-    """Return why completions cannot name the experts of their tokens, as router replay needs, or None."""
+    """Return why completions cannot say which experts computed each token, as router replay needs, or None."""
     if options.pipeline_parallel_size > 1:
         return "each stage of a replica knows the experts of its own layers only. Set pipeline_parallel_size=1."
     if options.tensor_parallel_size > 1 and not returns_no_experts():
@@ -122,14 +123,14 @@ def refuses_routing(options: VLLMOptions) -> str | None:
 
 
 def returns_no_experts() -> bool:
-    """Return whether this vLLM has no model runner that returns the experts of tokens."""
+    """Return whether vLLM cannot return the experts that computed each token: its model runner on CPUs cannot."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
 
 
 def refuses_support(options: VLLMOptions, setting: str) -> str | None:
-    """Return why completions cannot name the ids that their tokens were sampled from, or None.
+    """Return why completions cannot name the ids that each token was sampled from (what top-k left), or None.
 
     Args:
         setting: name of the sampling setting that leaves some ids out, for the message.
@@ -147,9 +148,9 @@ MASKS = "return_sampling_mask"
 
 
 def returns_no_masks() -> bool:
-    """Return whether this vLLM has no model runner that returns the ids that tokens were sampled from.
+    """Return whether vLLM cannot return the ids that each token was sampled from: its model runner on CPUs cannot.
 
-    The same runner returns the experts of tokens.
+    Nor can that runner return the experts that computed each token.
     """
     return returns_no_experts()
 
@@ -167,7 +168,7 @@ def _unknown_arguments(options: VLLMOptions) -> str | None:
 
 
 def engine_dtype(options: VLLMOptions, policy: Policy, args: Any) -> torch.dtype:
-    """Return the dtype that the engine computes in, see `VLLMOptions.dtype`."""
+    """Return the dtype that the engine computes in, see `VLLMOptions.dtype`; `args` are TRL's training arguments."""
     if options.dtype != "auto":
         return getattr(torch, options.dtype)  # type: ignore[no-any-return]
     if policy.dtype is torch.float32:
@@ -198,7 +199,10 @@ def engine_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype)
 
 
 def shared_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype, cpu: bool) -> dict[str, Any]:
-    """Return the arguments that depend neither on the process that the engine lives in nor on its memory."""
+    """Return the arguments of vLLM that are the same for an engine in the trainer's process and for a remote one.
+
+    Those for the executor and for memory are not among them.
+    """
     arguments: dict[str, Any] = {
         "load_format": dummy_load_format(),
         "dtype": str(dtype).removeprefix("torch."),
@@ -240,9 +244,9 @@ def shared_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype,
 def _graphs_for_prompts(options: VLLMOptions, batched_tokens: int) -> dict[str, Any]:
     """Return the arguments for CUDA graphs of steps that also read the short prompts of conversations.
 
-    By vLLM's defaults, 64 rows and two answers of 40 tokens are more than its largest graph, 128 tokens for 64
-    sequences. Where they are less, attention is launched from Python between the layers' graphs. Such steps take 25 ms
-    and 11 ms; as one graph, a step takes 5 ms (docs/benchmarks.md).
+    By vLLM's defaults, the largest graph for 64 sequences has 128 tokens. A step with 64 rows and two answers of 40
+    tokens is larger, and takes 25 ms. In a smaller step that reads prompts, attention is launched from Python between
+    the layers' graphs, which takes 11 ms. As one graph, a step takes 5 ms (docs/benchmarks.md).
     """
     graphs: dict[str, Any] = {"cudagraph_mode": "FULL"}
     if options.sequences is not None and 2 * options.sequences < GRAPH_TOKENS:  # else it is vLLM's own choice
@@ -251,11 +255,11 @@ def _graphs_for_prompts(options: VLLMOptions, batched_tokens: int) -> dict[str, 
 
 
 def _records_prompts(session: Session, options: VLLMOptions, dtype: torch.dtype) -> bool:
-    """Return whether requests come one by one, and vLLM can record its attention for this model with prompts.
+    """Return whether to record CUDA graphs of steps that read prompts: requests come one by one, and vLLM can do so.
 
     It can with FlashAttention 3, which vLLM takes on Hopper for models whose layers have attention only. With other
-    attention it is refused (chunked attention), or vLLM would compile for whole graphs and then record none of a step
-    that reads prompts.
+    attention vLLM refuses it (chunked attention), or would compile for whole graphs and then record none of a step that
+    reads prompts.
     """
     from vllm.platforms import current_platform
 
@@ -277,7 +281,7 @@ def _records_prompts(session: Session, options: VLLMOptions, dtype: torch.dtype)
 
 
 def serves_scheduler(arguments: dict[str, Any]) -> bool:
-    """Return whether our scheduler may replace vLLM's.
+    """Return whether `DecodeScheduler` may replace vLLM's scheduler in an engine with these arguments.
 
     It may where it was tested with this vLLM, and where vLLM would schedule asynchronously with its usual scheduler.
     The second condition is vLLM's own rule, as far as it can be read from the arguments.
@@ -298,7 +302,7 @@ def context_length(session: Session, options: VLLMOptions) -> int:
 
 
 def _batched_tokens(session: Session, options: VLLMOptions, whole_prompts: bool) -> int:
-    """Return the number of tokens of one step.
+    """Return `max_num_batched_tokens` for vLLM, the largest number of tokens of one step.
 
     It is the number asked for, or at least one token for each sequence, so that all decode in a step; where prompts are
     read whole, at least one prompt. Apart from that it never exceeds what can be scheduled: vLLM's GPU profiling run
@@ -315,12 +319,12 @@ def _batched_tokens(session: Session, options: VLLMOptions, whole_prompts: bool)
 
 def _memory(session: Session, options: VLLMOptions, dtype: torch.dtype, cpu: bool) -> dict[str, Any]:
     """Return the arguments for the KV cache's size: bytes or a share of the GPU as told, or what is free during
-    ROLLOUT.
+    ROLLOUT. Makes room on the device for building the engine.
 
-    What is free is known from the ledger, and is used up to what `max_num_seqs` sequences of full length can fill: more
-    would be mapped at each rollout and never used. Tensors that will be away in ROLLOUT wait in host memory while the
-    engine is built. So does the policy, if vLLM is to fill a share of the GPU and the policy will later be the engine's
-    memory. Nothing is ever held twice.
+    What is free is known from the memory ledger (`session.memory`). It is used up to what `max_num_seqs` sequences of
+    full length can fill: more would be mapped at each rollout and never used. Tensors that will be away in ROLLOUT wait
+    in host memory while the engine is built. So does the policy, if vLLM is to fill a share of the GPU and the policy
+    will later be views of the engine's memory. Nothing is ever held twice.
     """
     memory, share = session.memory, options.gpu_memory_utilization
     wanted, shared = kv_cache_bytes(session, options, dtype), _becomes_the_engines(session, options, dtype)
@@ -356,7 +360,7 @@ def kv_cache_bytes(session: Session, options: VLLMOptions, dtype: torch.dtype, l
     The number comes from the model's config. With pipeline stages, it is that of the stage with the most.
 
     Args:
-        least: return what one sequence fills instead, in layers that are known to keep its keys and values.
+        least: return instead what one sequence fills, counting only layers that are known to cache keys and values.
     """
     from vllm.distributed.utils import get_pp_indices
 
@@ -387,7 +391,10 @@ def kv_cache_bytes(session: Session, options: VLLMOptions, dtype: torch.dtype, l
 
 
 def _becomes_the_engines(session: Session, options: VLLMOptions, dtype: torch.dtype) -> bool:
-    """Return whether the policy's weights will be aliased: one replica per rank, unsharded, in the engine's dtype."""
+    """Return whether the policy's parameters will become views of the engine's memory, as the weight path `alias` does.
+
+    It takes an engine on each rank, and a policy that is not sharded and has the engine's dtype.
+    """
     wanted = any(path.component.shares_memory for path in session.selection.weight_paths)
     plain = all(type(p) is torch.nn.Parameter for p in session.policy.base_parameters().values())
     same = session.policy.dtype == dtype

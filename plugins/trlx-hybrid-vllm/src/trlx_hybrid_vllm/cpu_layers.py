@@ -23,7 +23,10 @@ from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
 
 
 def plain_linear(layer: Any, remove_weight: bool) -> None:
-    """Keep the weight, where vLLM would pack it for oneDNN, AMX or ZenDNN, and delete the original."""
+    """Let a linear layer compute with its weight as loaded; takes the place of vLLM's function.
+
+    vLLM's would repack the weight for oneDNN, AMX or ZenDNN, and delete the original if `remove_weight`.
+    """
     layer.cpu_linear = linear
 
 
@@ -104,7 +107,10 @@ def gated(activation: MoEActivation, hidden: Tensor) -> Tensor:
 
 
 def plain_backend(moe_config: Any) -> tuple[UnquantizedMoeBackend, type[PlainExperts]]:
-    """Return the backend of experts, in place of vLLM's choice: Triton for an engine with LoRA slots, even on a CPU."""
+    """Return the backend and class with which experts are computed on a CPU; takes the place of vLLM's choice.
+
+    For an engine with LoRA slots, vLLM would choose Triton, even on a CPU.
+    """
     return UnquantizedMoeBackend.CPU, PlainExperts
 
 
@@ -114,13 +120,13 @@ def plain_backend(moe_config: Any) -> tuple[UnquantizedMoeBackend, type[PlainExp
 def gated_delta_rule(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name: LayerNameType) -> None:
     """Compute the attention of Qwen3-Next's and Qwen3.5's linear layers for all sequences of a step.
 
-    vLLM's own is for bf16.
+    It takes the place of vLLM's own function, which needs bf16.
 
     Args:
         mixed_qkv: queries, keys and values beside each other, (tokens, width) before the convolution.
         b, a: the inputs of the update strength and of the decay, (tokens, value heads).
         core_attn_out: the output, written in place, (tokens, value heads, head size).
-        layer_name: of the layer, which has weights and states.
+        layer_name: vLLM's name of the layer, by which its weights and states are found.
     """
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 

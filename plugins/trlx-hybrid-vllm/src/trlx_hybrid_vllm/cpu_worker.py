@@ -27,9 +27,10 @@ SEGMENTS = "/dev/shm/"
 
 
 class PlainWeightsCPUWorker(CPUWorker):  # type: ignore[misc]
-    """A worker that keeps linear weights as live parameters and frees storages on sleep.
+    """A CPU worker whose layers compute with the weights as loaded, so that a weight sync can write to them.
 
-    It draws only from the requests' seeds.
+    Its sleep frees the memory of weights and KV cache. It samples with the requests' seeds only, and draws nothing from
+    torch's default generator.
     """
 
     def init_device(self) -> None:
@@ -72,17 +73,23 @@ class PlainWeightsCPUWorker(CPUWorker):  # type: ignore[misc]
             )
 
     def sleep(self, level: int = 2) -> None:
-        """Free the storages of weights and KV cache in place: tensors and views survive, their bits do not."""
+        """Free the memory of weights and KV cache: the tensor objects stay, their contents are lost.
+
+        `level` is not used.
+        """
         self.discard(("weights", "kv_cache"))
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Free the storages that have one of the tags and are not free yet."""
+        """Free the memory of the parts that `tags` names, "weights" or "kv_cache", if it is not free yet."""
         owners = {"weights": list(self.model_runner.model.parameters()), "kv_cache": flat(self.model_runner.kv_caches)}
         freed = getattr(self, "_freed", {})
         self._freed = {tag: _free(owners[tag]) for tag in tags if tag not in freed} | freed
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Allocate the storages again. Weights are NaN until a sync writes them; the KV cache is zeros."""
+        """Allocate freed memory again, that of the parts that `tags` names or of both.
+
+        Floating-point weights are NaN until a sync writes them; the KV cache is zeros.
+        """
         for tag in tags or ["weights", "kv_cache"]:
             for storage, size in self._freed.pop(tag, []):
                 storage.resize_(size)
@@ -91,7 +98,9 @@ class PlainWeightsCPUWorker(CPUWorker):  # type: ignore[misc]
 
 
 def unlink_segments(identity: str) -> None:
-    """Remove the names of the shared memory that this process has mapped. Its peers must have mapped the memory, too.
+    """Unlink the shared-memory files that this process has mapped, so that none is left when the processes end.
+
+    The memory stays mapped. All ranks must have mapped it before, because it can no longer be found by name.
 
     Args:
         identity: the prefix of the names.
@@ -104,9 +113,9 @@ def unlink_segments(identity: str) -> None:
 
 
 def _shared_memory() -> str:
-    """Return the device number of the shared memory that this process sees.
+    """Return the device number of this process's `/dev/shm`, or "" if there is none.
 
-    Two containers of one host may see different ones.
+    It tells containers of one host apart, which may see different ones.
     """
     return str(os.stat(SEGMENTS).st_dev) if os.path.isdir(SEGMENTS) else ""
 

@@ -52,10 +52,20 @@ SPARE = 2 << 30
 
 
 class VLLMEngine:
-    """An engine over the live policy. Its weights come only through the weight sync: it starts with random ones.
+    """A vLLM engine in the trainer's process, built for the policy as it is in memory.
+
+    It starts with random weights; the weight sync brings the policy's.
 
     Attributes:
+        dtype: the dtype that the engine computes in.
         llm: vLLM's own LLM, for custom rollouts.
+        adapter: the `LoRARequest` with which every prompt is sampled, set by the weight path `lora`; else None.
+        adapters_refused: why this engine has no LoRA slots, or None if it has them.
+        weights_lost: True before the first sync, and after a sleep that freed the weights.
+        quantized: True where the engine quantises the weights that it gets.
+        sleeps: True where vLLM's sleep mode is on.
+        ranks_per_replica: how many ranks run one engine together.
+        max_model_len: the longest prompt plus completion, in tokens.
         peers_lost: True where a rank of this run is gone or elsewhere: `close` then waits for no rank.
     """
 
@@ -131,7 +141,10 @@ class VLLMEngine:
     # --- generation -------------------------------------------------------------------------------------------------
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """Sample; the ranks of a replica pool their requests, and each rank keeps its own rows."""
+        """Sample one completion per request, and return them in the order of the requests.
+
+        Where several ranks run the engine, they must call this together; each gets the completions of its requests.
+        """
         self._require_awake()
         requests, mine = self._pooled(list(requests), sampling)
         with internals.running(self.dtype):
@@ -147,7 +160,10 @@ class VLLMEngine:
 
     @contextmanager
     def stream(self, sampling: Sampling) -> Iterator[EngineStream]:
-        """Open a stream that takes requests one at a time; the ranks of a replica step together."""
+        """Open a stream to which requests can be added while others are being decoded.
+
+        Where several ranks run the engine, they must open the stream together, and make each of its steps together.
+        """
         self._require_awake()
         params, support = sampling_params(sampling, self._returns_masks), self._support_of(sampling)
         stream = EngineStream(self.llm, params, self.adapter, self._routing, self._graphs, support)
@@ -158,7 +174,10 @@ class VLLMEngine:
             yield stream
 
     def _kept_ids(self, session: Session) -> KeptIds | None:
-        """Return the object that keeps the ids that tokens are sampled from, if the run scores over these ids."""
+        """Return the object that records the ids that each token is sampled from (what top-k, top-p and min-p leave).
+
+        None where the run computes log-probs over the whole vocabulary, and so does not need them.
+        """
         vocabulary: int = self.llm.llm_engine.model_config.get_vocab_size()
         if self._returns_masks:
             return KeptIds(vocabulary)
@@ -167,16 +186,20 @@ class VLLMEngine:
         return None
 
     def _support_of(self, sampling: Sampling) -> KeptIds | None:
-        """Return the object that keeps the ids, if this sampling leaves some ids out."""
+        """Return the object that records the ids that tokens are sampled from, or None if they are all of the ids."""
         return None if sampling.truncated_by() is None else self._support
 
     @property
     def _returns_masks(self) -> bool:
-        """True where vLLM returns, for every request, the ids that tokens were sampled from."""
+        """True where vLLM returns with each token the ids that it was sampled from (what top-k and top-p leave)."""
         return bool(getattr(self.llm.llm_engine.model_config, MASKS, False))
 
     def _own_requests(self) -> Any:
-        """Return the adapter of requests that reach `llm` without this class and name none, as custom rollouts make."""
+        """Return the `LoRARequest` for requests that name no adapter, or None; called before vLLM queues a request.
+
+        Custom rollouts add requests to `llm` themselves: so these, too, are sampled from the policy, and are refused
+        while the engine sleeps.
+        """
         self._require_awake()
         return self.adapter
 
@@ -188,10 +211,10 @@ class VLLMEngine:
             )
 
     def _pooled(self, requests: list[Request], sampling: Sampling) -> tuple[list[Request], slice]:
-        """Return the requests of all ranks of this replica, and the slice of this rank's.
+        """Return the requests of all ranks that run this engine in one list, and the slice of it that is this rank's.
 
         Raises:
-            EngineError: the ranks would sample differently, and so compute something else from some token on.
+            EngineError: the ranks have different sampling settings, and so would soon decode different tokens.
         """
         if self.ranks_per_replica == 1:
             return requests, slice(None)
@@ -211,7 +234,7 @@ class VLLMEngine:
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def load_weights(self, weights: NamedTensors) -> LoadReport:
-        """Write full tensors through vLLM's loader.
+        """Write unsharded checkpoint tensors into the engine through vLLM's loader, and report how many were written.
 
         Raises:
             SyncError: an engine parameter was not written, or the weights are asleep.
@@ -228,9 +251,9 @@ class VLLMEngine:
         return report
 
     def weights_written(self) -> None:
-        """Record that the engine's parameters are the policy's again, whoever wrote them.
+        """Record that the engine has the policy's weights again; weight paths that write to its memory call this.
 
-        Copies the policy's persistent buffers into the engine.
+        Copies the policy's persistent buffers into the engine, and drops what was computed with the old weights.
         """
         if self._buffers:
             self._loader.write(self._policy.buffers().items())
@@ -267,23 +290,29 @@ class VLLMEngine:
         return LoadReport(tensors=len(given), bytes=sum(given.values()))
 
     def differing(self, weights: NamedTensors) -> list[str]:
-        """Return the names of tensors whose bits are not in the engine.
+        """Compare checkpoint tensors with the engine's copies, and return the names of those with other bits.
 
         A quantised engine keeps none of the bits, so it has nothing to compare: only the log-prob probe checks it.
         """
         return [] if self.quantized else self._loader.differing(weights)
 
     def places(self, policy: Policy) -> Places:
-        """Return where each base parameter of the policy lies in this engine; the first call loads them to find out."""
+        """Return where each base parameter of the policy lies in this engine's memory.
+
+        The first call finds out by loading the weights through vLLM's loader.
+        """
         if self._places is None:
             self._places = Places(policy, self._weight_map(policy))
         return self._places
 
     def regions(self, policy: Policy) -> Regions:
-        """Return what this rank's memory holds of each weight of the policy; the first call loads them to find out.
+        """Return which parts of each weight of the policy this rank's engine memory holds, and where.
+
+        The first call finds out by loading the weights through vLLM's loader.
 
         Raises:
-            EngineError: a layer may not keep what is written into it, or holds something that is no box of a weight.
+            EngineError: a layer may not keep what is written into it, or holds something that is not a box of a weight
+                (one index range per dimension).
         """
         model = internals.model_of(self.llm)
         reason = "a quantised engine keeps no copy of the weights" if self.quantized else refuses_writes(model)
@@ -358,7 +387,7 @@ class VLLMEngine:
         return sum(storage.nbytes() for storage in storages(self.resident(what)))
 
     def close(self) -> None:
-        """Free the engine and what it made."""
+        """Shut the engine down, and free its memory and the process groups that it made."""
         llm, self.llm = self.llm, None
         if llm is not None:
             self._map = self._places = self._routing = None
@@ -374,7 +403,7 @@ class VLLMEngine:
             graphs.close()
 
     def leave(self) -> None:
-        """Release the engine at the end of the process, see `release_at_exit`."""
+        """Release what the engine holds because the process ends, in place of `close`; see `release_at_exit`."""
         self._forget_sampling_graphs()
         release_at_exit(self.llm, self._made_default_group)
 
@@ -404,7 +433,8 @@ def release_at_exit(llm: Any, made_default_group: bool) -> None:
     Triton would list everything that it has left.
 
     Args:
-        llm: None where a `shut_down` failed half-way.
+        llm: vLLM's LLM; None where a `shut_down` failed half-way.
+        made_default_group: whether the engine made torch's default process group.
     """
     _make_freeable()
     _forget_graphs(llm)
@@ -418,7 +448,7 @@ def release_at_exit(llm: Any, made_default_group: bool) -> None:
 
 
 class _Unmapped:
-    """A stand-in for vLLM's allocation data that maps sleeping memory at the moment it is freed.
+    """A stand-in for vLLM's record of an allocation that sleeps, which maps the memory at the moment it is freed.
 
     vLLM 0.31 unmaps what it frees, and memory that sleeps is not mapped: seen on H200s, that ends in "invalid argument"
     or in a segmentation fault. So the memory is mapped when it is freed, one allocation after the other, since all of
@@ -449,7 +479,7 @@ _ALLOCATORS: list[Any] = []
 
 
 def _make_freeable() -> None:
-    """Let sleeping memory be freed from now on, and let memory in use be freed after the engine."""
+    """Prepare vLLM's memory pool so that its memory can be freed while it sleeps, and after the engine is closed."""
     if not torch.cuda.is_available():
         return
     from vllm.device_allocator.cumem import CuMemAllocator
@@ -474,7 +504,7 @@ def _forget_graphs(llm: Any) -> None:
 
 
 def _forget_hooks(llm: Any) -> None:
-    """Remove the hooks by which a model watches what Dynamo compiles.
+    """Remove the hooks by which an engine's model watches what Dynamo compiles, so that the model can be freed.
 
     vLLM 0.31 registers a method of the model for each decorated class that it derives from, and removes the last one
     only. The other hooks would keep the model, with its weights, until the end of the process.
@@ -488,7 +518,7 @@ def _forget_hooks(llm: Any) -> None:
 
 
 def _forget_traced_weights() -> None:
-    """Drop the weights that a model was traced with.
+    """Drop the weights that the engine's model was traced with, so that their memory is freed.
 
     torch.compile leaves what it compiled in the module of the model's class, as a global, and vLLM 0.31's part of it
     keeps the inputs of the trace, with all weights. A next engine of the process would find the first one's memory in
@@ -509,8 +539,10 @@ def shut_down(llm: Any, made_default_group: bool, peers_lost: bool = False, heap
     function shuts down vLLM's parts one by one.
 
     Args:
-        peers_lost: some rank will not do the same.
-        heap_kept: as in `internals.frozen_heap`.
+        llm: vLLM's LLM.
+        made_default_group: whether the engine made torch's default process group, which is then destroyed as well.
+        peers_lost: some rank will not do the same, so communicators are aborted rather than destroyed together.
+        heap_kept: whether Python objects were frozen (`gc.freeze`) before the engine was built, and must stay so.
     """
     detach_finalizer(llm)
     core = llm.llm_engine.engine_core.engine_core
@@ -531,7 +563,7 @@ def shut_down(llm: Any, made_default_group: bool, peers_lost: bool = False, heap
 
 
 def forget_groups(made_default_group: bool) -> None:
-    """Destroy vLLM's process groups, and the default one where the engine made it."""
+    """Destroy vLLM's process groups, and torch's default group if `made_default_group` (the engine made it)."""
     from vllm.distributed import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -558,7 +590,7 @@ def _forget_queues() -> None:
 
 
 def _device_groups() -> Iterator[Any]:
-    """Yield vLLM's NCCL groups and remove them from vLLM, which would destroy the groups that it knows.
+    """Yield vLLM's NCCL groups, for an abort, and remove them from vLLM, which would destroy the groups that it knows.
 
     It yields none where the script has destroyed all groups, as `accelerator.end_training()` does.
     """

@@ -37,7 +37,7 @@ def model_of(llm: Any) -> torch.nn.Module:
 
 
 def runner_of(llm: Any) -> Any:
-    """Return the model runner of an in-process engine."""
+    """Return vLLM's model runner of an in-process engine, which holds the model and the KV caches."""
     return llm.llm_engine.model_executor.driver_worker.model_runner
 
 
@@ -47,14 +47,15 @@ def kv_caches(llm: Any) -> list[torch.Tensor]:
 
 
 def flat(caches: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the tensors of a model runner's caches, one cache per layer; linear attention has a list of states."""
+    """Return all tensors of a model runner's caches: a layer has one tensor, or a list of states (linear attention)."""
     return [tensor for cache in caches for tensor in (cache if isinstance(cache, list | tuple) else [cache])]
 
 
 def attention_of(config: Any) -> list[tuple[int, int]]:
-    """Return for each layer of a model's config its KV heads, and the elements that each head keeps of one token.
+    """Return for each layer its number of KV heads, and how many elements each head caches per token.
 
-    Where vLLM compresses keys and values (multi-head latent attention), it is one head and the latent's size.
+    It is read from the model's config. Where vLLM caches compressed keys and values (multi-head latent attention), it
+    is one head and the latent's size.
     """
     model = _described(config)
     layers = [model[layer] for layer in range(model.total_num_hidden_layers)]
@@ -64,7 +65,7 @@ def attention_of(config: Any) -> list[tuple[int, int]]:
 
 
 def is_latent(config: Any) -> bool:
-    """Return whether vLLM computes the attention of a model's config from latents."""
+    """Return whether vLLM caches latents for a model of this config (multi-head latent attention, as in DeepSeek)."""
     return bool(_described(config).is_deepseek_mla)
 
 
@@ -81,7 +82,10 @@ def _described(config: Any) -> Any:
 
 
 def unquantised(config: Any) -> Any:
-    """Return a copy of a model's config without the quantisation of the trainer's base; the engine is told its own."""
+    """Return a copy of a model's config without `quantization_config`, which describes the trainer's base only.
+
+    Whether the engine quantises is one of its own options.
+    """
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -91,7 +95,7 @@ def unquantised(config: Any) -> Any:
 def latent_attention(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """Return vLLM's layers of multi-head latent attention, with their names.
 
-    They compute two matrices from `kv_b_proj`, and keep them as parameters of their own.
+    After each load of weights, such a layer computes two matrices from `kv_b_proj` and keeps them as parameters.
     """
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
@@ -99,19 +103,27 @@ def latent_attention(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def prefixes(llm: Any) -> int:
-    """Return how many blocks the prefix cache holds."""
+    """Return how many KV blocks vLLM's prefix cache holds."""
     pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     return len(pool.cached_block_hash_to_block)
 
 
 def adapter_slots_of(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the LoRA slots of one layer: plain tensors, neither parameters nor buffers."""
+    """Return the LoRA slots of one layer, the tensors in which vLLM keeps an adapter's A and B; [] without any.
+
+    They are neither parameters nor buffers.
+    """
     stacked = [*getattr(module, "lora_a_stacked", ()), *getattr(module, "lora_b_stacked", ())]
     return [tensor for tensor in stacked if isinstance(tensor, torch.Tensor)]
 
 
 def processed(llm: Any, prompt_ids: list[int], params: Any, adapter: Any) -> Any:
-    """Return vLLM's `EngineCoreRequest` of a prompt, checked and complete, but not queued."""
+    """Return vLLM's `EngineCoreRequest` of a prompt, checked and completed by vLLM, but not queued; see `add_like`.
+
+    Args:
+        params: vLLM's `SamplingParams`.
+        adapter: a `LoRARequest`, or None.
+    """
     from vllm.inputs.engine import tokens_input
 
     engine = llm.llm_engine
@@ -125,7 +137,12 @@ def processed(llm: Any, prompt_ids: list[int], params: Any, adapter: Any) -> Any
 
 
 def add_like(llm: Any, pattern: Any, prompt_ids: list[int], params: Any, now: float) -> str:
-    """Queue a prompt as `LLM.enqueue` does, from a processed request that differs only in what is given here.
+    """Queue a prompt as `LLM.enqueue` does, but as a copy of a request that vLLM has already checked and completed.
+
+    Args:
+        pattern: a request from `processed`. Prompt, sampling parameters, arrival time and ids are replaced.
+        params: vLLM's `SamplingParams`, complete.
+        now: the arrival time, from `time.time()`.
 
     Returns:
         vLLM's request id.
@@ -150,16 +167,17 @@ def add_like(llm: Any, pattern: Any, prompt_ids: list[int], params: Any, now: fl
 
 
 def outside(request_id: str) -> str:
-    """Return the id that a request was given, from vLLM's internal id, which has random characters at its end."""
+    """Return the id that the caller gave a request, from vLLM's internal id, which adds "-" and random characters."""
     return request_id.rpartition("-")[0] or request_id
 
 
 def hand_over_masks(llm: Any, returned: Callable[[str, int, Any], None]) -> None:
-    """Pass on the ids that tokens were sampled from as they come, before vLLM makes a list of each.
+    """Pass on the ids that each token was sampled from as they come, before vLLM turns the arrays into lists.
 
     Args:
         llm: an `AsyncLLM`.
-        returned: called with the request's id, 0, and the ids of its next token: (n,) int32, ascending.
+        returned: called for each token with vLLM's id of the request, 0, and the ids: (n,) int32, ascending. 0 stands
+            for the number of prompt tokens, which is not known here.
     """
     processor = llm.output_processor
     process = processor.process_outputs
@@ -176,7 +194,7 @@ def hand_over_masks(llm: Any, returned: Callable[[str, int, Any], None]) -> None
 
 
 def keep_expanded_prompts(llm: Any) -> None:
-    """Leave prompts unchanged that have an image token for each of the image's embeddings, as the trainer's prompts do.
+    """Make vLLM leave prompts unchanged that have an image token for each embedding of an image, as the trainer's do.
 
     vLLM would expand the first image token once more, and sample from another prompt than the one that is scored.
     Prompts with one image token per image are still expanded. For an `LLM` or `AsyncLLM`; does nothing for text models.
@@ -196,7 +214,10 @@ def keep_expanded_prompts(llm: Any) -> None:
 
 
 def drain(llm: Any, steps: int = 16) -> None:
-    """Let the engine core report what has finished: it keeps a step or two in flight after the last request.
+    """Run the engine core until no step is in flight: one or two are, after the last request has finished.
+
+    Args:
+        steps: how many steps to run at most.
 
     Raises:
         EngineError: requests are still running, so their KV cache can neither be freed nor dropped.
@@ -224,7 +245,7 @@ def adapter_manager(llm: Any) -> Any:
 
 @contextmanager
 def unwrapped(model: torch.nn.Module) -> Iterator[None]:
-    """Put the model's own layers in place of vLLM's LoRA wrappers, under the names its loader knows.
+    """Put the model's own layers in place of vLLM's LoRA wrappers for the time of a load, which needs their names.
 
     Changes nothing without `enable_lora`. A wrapper can sit at several places (tied heads, routers); all are put back.
     """
@@ -249,9 +270,9 @@ def unwrapped(model: torch.nn.Module) -> Iterator[None]:
 
 
 def bypassed(model: torch.nn.Module) -> set[int]:
-    """Return the ids of layers that the model calls without the LoRA wrapper that vLLM put around them.
+    """Return the `id()` of each layer that the model also calls without the LoRA wrapper that vLLM put around it.
 
-    The model holds such a layer at two places, and one was wrapped. An adapter there changes nothing.
+    The model holds such a layer at two places, and only one was wrapped, so an adapter there might have no effect.
     """
     from vllm.lora.layers import BaseLayerWithLoRA
 
@@ -333,7 +354,9 @@ class Replica:
 
     @classmethod
     def of_this_rank(cls, size: int) -> Replica:
-        """Return the replica of this rank, for an engine that was just built. Collective over all ranks.
+        """Return the replica (the `size` ranks of one engine) of this rank, right after its engine was built.
+
+        Collective over all ranks.
 
         vLLM has a group of the ranks that share layers (tensor parallelism), and one of the ranks with successive
         layers (pipeline stages), but none of all ranks of an engine that has both.
@@ -353,9 +376,10 @@ class Replica:
 
 
 def serve_directly(llm: Any, own: Callable[[], Callable[[], Any] | None]) -> None:
-    """Ask the engine before each request is queued.
+    """Make vLLM's `LLM` call a method before it queues a request, also for requests that custom rollouts add.
 
     Args:
+        llm: vLLM's LLM.
         own: a weak reference to a method that refuses the request by raising, or returns the `LoRARequest` of requests
             that name none.
     """
@@ -372,10 +396,10 @@ def serve_directly(llm: Any, own: Callable[[], Callable[[], Any] | None]) -> Non
 
 
 def may_replace(subject: str, apart: Callable[[], float], bound: float) -> bool:
-    """Return whether a kernel of ours may replace vLLM's on this machine, and log where it may not.
+    """Run a kernel of ours once, and return whether it may replace vLLM's on this machine; log if it may not.
 
     Args:
-        subject: what vLLM's kernels compute otherwise, with its verb, for the message.
+        subject: what the kernel computes, with its verb ("log-probs are"), for the log message.
         apart: runs the kernel, and returns by how much its result differs from vLLM's.
         bound: the largest difference that is allowed.
     """
@@ -405,7 +429,8 @@ def frozen_heap(kept: bool) -> Iterator[None]:
     before. So where something was frozen before, vLLM does neither.
 
     Args:
-        kept: whether there is such a heap. False where the engine was frozen by somebody else since it started.
+        kept: whether something was frozen before the engine was built. False, too, if the user's code has called
+            `gc.freeze` since then, which froze the engine: it could not be collected.
     """
     if not kept:
         yield
@@ -418,8 +443,8 @@ def frozen_heap(kept: bool) -> Iterator[None]:
 def cache_kept(wanted: int = 0) -> Iterator[None]:
     """Keep the cache of torch's allocator during vLLM's sleep and wake-up, which would return all of it to the driver.
 
-    It is kept where the device has so many bytes free beside it. Then the trainer's next loss need not ask the driver
-    for the memory again, in some five hundred calls. Meanwhile no thread of the process empties the cache.
+    The trainer's next loss then need not ask the driver for the memory again, in some five hundred calls. Inside, no
+    thread of the process can empty the cache. Nothing is kept if the device has fewer than `wanted` bytes free.
 
     Args:
         wanted: bytes that must be free on the device.
@@ -435,7 +460,7 @@ def cache_kept(wanted: int = 0) -> Iterator[None]:
 
 @contextmanager
 def compiled_once(folder: str, joined: bool) -> Iterator[None]:
-    """Let an engine whose folder has a random name start with what an earlier start compiled.
+    """Let vLLM reuse what an earlier start compiled, although the model's folder has another, random name each time.
 
     vLLM keeps compiled models under a hash of its config, which includes the model's path. Without this, every start
     would compile anew, choose its kernels by timing anew, which may round otherwise, and leave one more folder in
@@ -443,7 +468,8 @@ def compiled_once(folder: str, joined: bool) -> Iterator[None]:
 
     Args:
         folder: the model's path.
-        joined: whether adapters lie under weights, which the hash must tell apart.
+        joined: whether vLLM's layers compute base and adapter in one product (`adapted_linear.py`), which compiles to
+            other code, and so needs another hash.
     """
     from vllm.config import ModelConfig
 
@@ -485,7 +511,7 @@ def stdout_with_descriptor() -> Iterator[None]:
 
 @contextmanager
 def running(dtype: torch.dtype, collecting: bool = False) -> Iterator[None]:
-    """Prepare the process for a call of an engine that computes in this dtype. Every call must be made within it.
+    """Prepare the process for calls of an engine that computes in this dtype; all of its calls are made inside.
 
     A rollout allocates a few objects per token, so the garbage collector pauses, except for calls that run long and run
     the user's code (`collecting`). vLLM has frozen the objects that existed when it was built, so no collection visits
@@ -509,7 +535,7 @@ def running(dtype: torch.dtype, collecting: bool = False) -> Iterator[None]:
 
 @contextmanager
 def trainer_classes_kept(trained: nn.Module) -> Iterator[list[nn.Module]]:
-    """Undo afterwards the changes that the code inside makes to classes of the trained model.
+    """Undo afterwards the changes that vLLM, building a model inside, makes to classes of the trained model.
 
     Yields:
         A list for the models built inside. Their modules get subclasses of their own, with the changes to the class.
@@ -528,7 +554,12 @@ def trainer_classes_kept(trained: nn.Module) -> Iterator[list[nn.Module]]:
 
 
 def _moved_into_subclass(cls: type, bases: tuple[type, ...], attributes: dict[str, Any]) -> type:
-    """Restore a class, and return a subclass of the same name with what was added to it."""
+    """Restore a class as it was before, and return a subclass of the same name with what was added to it.
+
+    Args:
+        bases: the base classes that it had before.
+        attributes: the `vars()` that it had before.
+    """
     added = tuple(base for base in cls.__bases__ if base not in bases)
     changed = {key: value for key, value in vars(cls).items() if attributes.get(key) is not value}
     cls.__bases__ = bases

@@ -37,13 +37,19 @@ class Slice:
     offset: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the region of `tensor`."""
+        """Return a view of this region of `tensor`."""
         return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One copy of the loader: a slice of a checkpoint tensor into a slice of an engine parameter (or buffer)."""
+    """One copy that vLLM's loader makes: from a slice of a checkpoint tensor into one of an engine parameter or buffer.
+
+    Attributes:
+        parameter: vLLM's name of the engine's parameter or buffer.
+        destination: the slice of this parameter.
+        source: the slice of the checkpoint tensor.
+    """
 
     parameter: str
     destination: Slice
@@ -51,12 +57,13 @@ class Route:
 
 
 class WeightLoader:
-    """Loads weights into one vLLM model.
+    """Loads weights into one vLLM model, and finds out at the first load what goes where.
 
     Attributes:
-        parameters: of the engine, by vLLM's names; without those that it derives from others.
+        parameters: the engine's parameters by vLLM's names, without those that vLLM derives from others.
         tensors: the parameters, and the buffers that a checkpoint may fill.
-        routes: per checkpoint tensor, where its slices lie; filled by the first load, as are the following attributes.
+        routes: for each checkpoint tensor, the copies that vLLM's loader makes of its slices; filled by the first load,
+            as are the following attributes.
         computed_from: checkpoint tensors that the loader computed something from, rather than copy slices of them.
         unexplained: engine tensors that the loader filled with something other than slices of checkpoint tensors, or
             zeros.
@@ -73,7 +80,13 @@ class WeightLoader:
         self.unexplained: set[str] = set()
 
     def load(self, weights: NamedTensors) -> LoadReport:
-        """Write the tensors; the first call also learns the routes. Consumes lazily, in one call of vLLM's loader."""
+        """Write checkpoint tensors into the engine, in one call of vLLM's loader, which reads them one by one.
+
+        The first call also records the routes.
+
+        Returns:
+            Number and bytes of the tensors, and the names of engine parameters that were not written.
+        """
         given: dict[str, int] = {}
         stream = counted(weights, given)
         if self.routes:
@@ -102,13 +115,13 @@ class WeightLoader:
             ) from error
 
     def write(self, weights: NamedTensors) -> None:
-        """Copy tensors to where the first load put them, without vLLM's loader."""
+        """Copy checkpoint tensors to where the first `load` put them, without calling vLLM's loader."""
         for name, tensor in weights:
             for route in self.routes.get(name, ()):
                 route.destination.of(self.tensors[route.parameter].data).copy_(route.source.of(tensor))
 
     def differing(self, weights: NamedTensors) -> list[str]:
-        """Return the names of tensors whose bits, in the engine's dtype, are not those in its memory."""
+        """Return the names of checkpoint tensors whose bits, cast to the engine's dtype, differ from its memory."""
         names, flags = [], []
         for name, tensor in weights:
             for route in self.routes.get(name, ()):
@@ -120,7 +133,12 @@ class WeightLoader:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A checkpoint tensor that the loader was given, and its place in a storage, while somebody keeps that."""
+    """A checkpoint tensor that vLLM's loader was given, and the elements of its storage between which it lies.
+
+    Attributes:
+        storage: a weak reference, so that the tensor can be freed after it is loaded.
+        start, end: the tensor's first element in the storage, and the element behind its last one.
+    """
 
     name: str
     storage: StorageWeakRef
@@ -135,12 +153,20 @@ class _Source:
         return cls(name, storage, start, end)
 
     def begins(self, view: Tensor) -> bool:
-        """Return whether the first element of a view with the same storage address is one of this tensor's."""
+        """Return whether a view at the same storage address begins within this tensor, and the tensor still exists."""
         return self.start <= view.storage_offset() < self.end and not self.storage.expired()  # type: ignore[no-untyped-call]
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every copy into an engine parameter or buffer while the loader runs."""
+    """Records every write into the engine's parameters and buffers while vLLM's loader runs, as routes if it is a copy.
+
+    Args:
+        parameters: the engine's parameters and buffers, by vLLM's names.
+
+    Attributes:
+        written: how many elements of each were written.
+        routes, computed_from, unexplained: as of `WeightLoader`.
+    """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -152,7 +178,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sources: defaultdict[int, list[_Source]] = defaultdict(list)
 
     def following(self, weights: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-        """Pass the tensors on, recording in which memory each name lies; no tensor is kept alive for it."""
+        """Pass the checkpoint tensors on to vLLM's loader, and note in which memory each lies, without keeping it."""
         for name, tensor in weights:
             self._sources[_address(tensor)].insert(0, _Source.of(name, tensor))  # newest first
             yield name, tensor
@@ -167,7 +193,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _explained(self, func: Any, name: str, parameter: Tensor, args: Any) -> bool:
-        """Return whether this call wrote zeros or a slice of a checkpoint tensor, whose route it records."""
+        """Return whether an operation wrote zeros or a slice of a checkpoint tensor into the engine; record the latter.
+
+        Args:
+            func: the ATen operation.
+            name: vLLM's name of the parameter that it wrote into.
+            args: the operation's arguments.
+        """
         if func in _WRITES:
             self.written[name] = self.written.get(name, 0) + args[0].numel()
         if (
@@ -204,7 +236,10 @@ def persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _has_address(value: Any) -> bool:
-    """Return whether a value is a plain strided tensor; a merge on the way here may also compute with sparse ones."""
+    """Return whether a value is a plain strided tensor, whose storage has an address.
+
+    Not all are: the tensors that are loaded may come from a merge of adapters, which also computes with sparse ones.
+    """
     return type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided
 
 
@@ -217,7 +252,10 @@ def _slice(view: Tensor, start: int) -> Slice:
 
 
 def differ(view: Tensor, tensor: Tensor) -> Tensor:
-    """Return whether the bits differ after a cast to the view's dtype: a boolean tensor on the view's device."""
+    """Return whether the bits of an engine's `view` differ from those of `tensor`, cast to the view's dtype.
+
+    The result is a boolean tensor on the view's device, so that nothing waits for the device; see `flagged`.
+    """
     return (_bits(view) != _bits(tensor.to(view.device, view.dtype))).any()
 
 
@@ -227,13 +265,13 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def flagged(names: Iterable[str], flags: Sequence[Tensor]) -> list[str]:
-    """Return the names whose flag, a boolean tensor, is set; all flags are read from the device at once."""
+    """Return the names whose flag is set: a boolean tensor on the device, as from `differ`; all are read at once."""
     values = torch.stack(list(flags)).tolist() if flags else []
     return [name for name, flag in zip(names, values, strict=True) if flag]
 
 
 def counted(weights: NamedTensors, given: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
-    """Pass the tensors on, recording the bytes of each under its name."""
+    """Pass the tensors on, and record in `given` the bytes of each under its name."""
     for name, tensor in weights:
         given[name] = tensor.numel() * tensor.element_size()
         yield name, tensor

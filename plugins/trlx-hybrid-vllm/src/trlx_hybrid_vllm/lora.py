@@ -27,7 +27,10 @@ ADAPTER_ID = 1
 """The adapter's id. vLLM's warm-up adapters count from 1: a dummy run then finds this id taken, and uses it instead of
 evicting it."""
 OUTSIDE = 32
-"""The number of parts of vLLM's slots outside the adapter that one sync checks. Each slot has about four such parts."""
+"""The number of parts of vLLM's slots that one sync checks for zeros, of those that the adapter does not fill.
+
+Each slot has about four such parts.
+"""
 UNSERVED = {
     "use_dora": "DoRA scales the merged weight, which no LoRA slot holds",
     "modules_to_save": "it trains whole modules beside the LoRA layers",
@@ -72,7 +75,7 @@ def lora_arguments(policy: Policy, dtype: torch.dtype | None = None) -> dict[str
 
 
 def lora_layers(policy: Policy) -> dict[str, Any]:
-    """Return PEFT's LoRA layers by the in-memory name of the module that each adapts, in model order."""
+    """Return PEFT's LoRA layers in model order, each under the name that its module had before PEFT wrapped it."""
     if "peft" not in sys.modules:  # a PEFT model cannot exist without it, and importing it takes a second
         return {}
     from peft.tuners.lora.layer import LoraLayer
@@ -85,7 +88,7 @@ def lora_layers(policy: Policy) -> dict[str, Any]:
 
 
 def active_adapters(layers: dict[str, Any]) -> list[str]:
-    """Return the names of the adapters that are active in some layer that has them, sorted."""
+    """Return the sorted names of the adapters that are active in at least one of these LoRA layers."""
     return sorted({a for layer in layers.values() for a in layer.active_adapters if a in layer.r})
 
 
@@ -163,13 +166,13 @@ def _unserved_layers(policy: Policy) -> str | None:
 
 
 def largest_rank(layers: dict[str, Any]) -> int:
-    """Return the largest rank that the active adapters have in any layer: `rank_pattern` may differ from `r`."""
+    """Return the largest rank that an active adapter has in any layer: PEFT's `rank_pattern` may change it by layer."""
     active = active_adapters(layers)
     return max(int(layer.r[a]) for layer in layers.values() for a in active if a in layer.r)
 
 
 def allowed_ranks() -> tuple[int, ...]:
-    """Return the ranks that vLLM's slots can have, ascending."""
+    """Return the adapter ranks for which vLLM can allocate LoRA slots, ascending."""
     from vllm.config.lora import MaxLoRARanks
 
     return tuple(sorted(get_args(MaxLoRARanks)))
@@ -179,7 +182,7 @@ def allowed_ranks() -> tuple[int, ...]:
 
 
 class AdapterSlots:
-    """vLLM's LoRA slots, filled from a live PEFT model.
+    """vLLM's LoRA slots (the tensors that hold an adapter's A and B for each layer), filled from the trainer's model.
 
     Args:
         llm: vLLM's LLM, in process, built with `lora_arguments`.
@@ -200,13 +203,13 @@ class AdapterSlots:
         self.reset()
 
     def reset(self) -> None:
-        """Zero all slots and register the adapter again; a `write` must follow.
+        """Zero all slots and register the adapter with vLLM again; a `write` must follow.
 
-        Must be called after a sleep that lost the weights. The slots lie in the same memory, and so do the buffers that
-        say which token takes which adapter, which vLLM refills only when the batch's composition changes.
+        It must be called after a sleep that freed the weights. The slots lie in the same memory. So do the buffers that
+        say which token takes which adapter, and vLLM refills these only when the batch's composition changes.
 
         Raises:
-            SyncError: as the constructor.
+            SyncError: vLLM has no slot for some adapted module, or memory beyond the adapter's rank is not zero.
         """
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.lora_weights import LoRALayerWeights
@@ -225,7 +228,7 @@ class AdapterSlots:
 
     @property
     def tensors(self) -> int:
-        """The number of adapter tensors that have a slot."""
+        """The number of adapter tensors, A and B of each layer, that have a slot."""
         return 2 * len(self._slots)
 
     def write(self) -> int:
@@ -262,11 +265,14 @@ class AdapterSlots:
         return sum(t.numel() * t.element_size() for a, b, _ in factors for t in (a, b))
 
     def forget(self) -> None:
-        """Let the next write check that the layers are those of the slots, because modules may have been replaced."""
+        """Let the next write check that PEFT's layers are still those that the slots were made for.
+
+        Called when modules of the policy may have been replaced.
+        """
         self._same_layers = False
 
     def differing(self, full: bool = True) -> list[str]:
-        """Compare slots bit for bit with A and scaling * B, and look for values outside the adapter.
+        """Compare the slots bit for bit with A and scaling * B, and check that what the adapter does not fill is zero.
 
         Collective where the policy is sharded.
 
@@ -274,7 +280,7 @@ class AdapterSlots:
             full: compare all slots; else a few at each call, in turn.
 
         Returns:
-            The names of the modules whose slots differ.
+            The names of the modules whose slots differ, or are not zero where they must be.
         """
         live, idle = self._split()
         chosen = self._slots if full else self._turns.take(self._slots)
@@ -293,7 +299,7 @@ class AdapterSlots:
         return [*dict.fromkeys(flagged(names, flags)), *_stray(outside)]
 
     def request(self, version: int) -> Any:
-        """Return the `LoRARequest` with which vLLM serves a prompt with the adapter as written.
+        """Return the `LoRARequest` with which vLLM samples a prompt from base and adapter.
 
         Args:
             version: weight version in the slots. It is part of the name, which is a key of vLLM's prefix cache.
@@ -314,7 +320,14 @@ class AdapterSlots:
         return ADAPTER_ID in manager.lora_index_to_id and ADAPTER_ID in manager.list_adapters()
 
     def _resolve(self, index: int) -> None:
-        """Find the slots of every adapted module, and everything in vLLM's slots that must stay zero."""
+        """Find the slots of every adapted module, and everything in vLLM's slots that must stay zero.
+
+        Args:
+            index: the position of the registered adapter among those that vLLM's slots can hold.
+
+        Raises:
+            SyncError: vLLM has no slot for an adapted module.
+        """
         from .adapted_linear import beside_slots
 
         wanted = {self._theirs(name): name for name, layer in self._layers.items() if self._adapter in layer.lora_A}
@@ -338,10 +351,16 @@ class AdapterSlots:
             )
 
     def _parts(self, index: int) -> Iterator[tuple[str, Tensor, Tensor, Any, int]]:
-        """Yield the parts of every module that vLLM can adapt.
+        """Yield the slots of every module that vLLM can adapt.
 
-        A part is one of the modules that a fused layer consists of: its name in vLLM, A (max rank, in) and B (out, max
-        rank), vLLM's layer, and the part's number in it.
+        A fused layer, such as q, k and v in one, has a slot for each of the modules that it consists of.
+
+        Args:
+            index: the position of the registered adapter among those that vLLM's slots can hold.
+
+        Yields:
+            The module's name in vLLM, its A (max rank, in) and B (out, max rank), vLLM's layer, and the number of the
+            module in this layer.
         """
         from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
@@ -356,7 +375,14 @@ class AdapterSlots:
                     yield part, a[index, 0], b[index, 0], wrapper, number
 
     def _slot(self, name: str | None, a: Tensor, b: Tensor, wrapper: Any, number: int) -> Slot | None:
-        """Return the slot of a module, or None where the module is not adapted, or its factors do not fit."""
+        """Return the slot of a module, or None where the module is not adapted, or its A and B do not fit.
+
+        Args:
+            name: the policy's name of the module; None where the policy does not adapt it.
+            a, b: vLLM's tensors for the module, of the largest rank.
+            wrapper: vLLM's layer.
+            number: the number of the module in this layer, if it is fused.
+        """
         if name is None:
             return None
         layer = self._layers[name]
@@ -367,7 +393,7 @@ class AdapterSlots:
         return slot if [t.shape for t in own] == [slot.a.shape, slot.b.shape] else None
 
     def _theirs(self, name: str) -> str:
-        """Return vLLM's name of a module, mapped as vLLM maps the names of an adapter on disk."""
+        """Return vLLM's name of a module of the policy, mapped as vLLM maps the names of an adapter on disk."""
         mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
         if mapper is None:
             return name
@@ -395,7 +421,11 @@ class AdapterSlots:
         self._same_layers = True
 
     def _split(self) -> tuple[list[Slot], list[Slot]]:
-        """Return the slots whose adapter is applied now, and the slots whose adapter is disabled."""
+        """Return the slots of layers that apply their adapter now, and those of layers where it is disabled.
+
+        Raises:
+            SyncError: the adapter is merged into some layer, or another one is active there.
+        """
         live: list[Slot] = []
         idle: list[Slot] = []
         for s in self._slots:
@@ -411,7 +441,11 @@ class AdapterSlots:
 
 
 def _stray(outside: Sequence[tuple[str, Tensor]]) -> list[str]:
-    """Return the names of the parts outside the adapter that are not zero."""
+    """Return the names of those tensors that are not zero.
+
+    Args:
+        outside: parts of vLLM's slots that the adapter does not fill, each with vLLM's name of the module.
+    """
     names = [f"{part} (outside the adapter)" for part, _ in outside]
     return list(dict.fromkeys(flagged(names, [t.any() for _, t in outside])))
 
@@ -421,10 +455,17 @@ def _stray(outside: Sequence[tuple[str, Tensor]]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of one PEFT layer's adapter: `a` (r, in) and `b` (out, r) are views of vLLM's memory.
+    """The part of vLLM's memory that holds the adapter of one PEFT layer.
 
     Under tensor parallelism, an engine's rank has some columns of A or some rows of B, as it has those of the weight.
-    `wrapper`, vLLM's layer of which this is part `number`, cuts them. It is None where the rank has all of both.
+
+    Attributes:
+        name: the policy's name of the adapted module.
+        layer: PEFT's layer.
+        a: view of vLLM's memory, (r, in).
+        b: view of vLLM's memory, (out, r).
+        wrapper: vLLM's layer, which cuts out this rank's parts of A and B; None where the rank has all of both.
+        number: the number of the module in vLLM's layer, if that fuses several.
     """
 
     name: str
@@ -435,7 +476,7 @@ class Slot:
     number: int
 
     def parts(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the parts of the whole factors that belong on this rank."""
+        """Return this rank's parts of the whole A (r, in) and B (out, r)."""
         wrapper, number = self.wrapper, self.number
         if wrapper is None:
             return a, b
@@ -446,16 +487,21 @@ class Slot:
 
 
 def factors_of(slots: Sequence[Slot], adapter: str) -> list[tuple[Tensor, Tensor, float]]:
-    """Return A (r, in), B (out, r) and the scaling of each slot's layer. Collective where the policy is sharded."""
+    """Return PEFT's A (r, in), B (out, r) and scaling for each slot. Collective where the policy is sharded.
+
+    Args:
+        adapter: the adapter's name in PEFT.
+    """
     factors = whole([weight for s in slots for weight in weights_of(s.layer, adapter)])
     scalings = [float(s.layer.scaling[adapter]) for s in slots]
     return list(zip(factors[::2], factors[1::2], scalings, strict=True))
 
 
 def weights_of(layer: Any, adapter: str) -> tuple[Tensor, Tensor]:
-    """Return both factors as they are, maybe sharded. They are looked up at each call: training may rebind any of them.
+    """Return A and B of a PEFT layer's adapter, sharded if the policy is.
 
-    The lookup avoids `nn.Module.__getattr__`, which takes longer than the copies for some 200 layers.
+    They are looked up at each call, because training may rebind any of them. The lookup avoids
+    `nn.Module.__getattr__`, which takes longer than the copies for some 200 layers.
     """
     parts = layer._modules
     a = parts["lora_A"]._modules[adapter]._parameters["weight"].data

@@ -22,6 +22,8 @@ class VLLMOptions:
     """Settings of `engine="vllm"`: `HybridConfig.engine_options`. TRL's `vllm_*` arguments fill the fields of the same
     name.
 
+    A replica is one engine, on one rank or on several.
+
     Attributes:
         dtype: "auto" takes the mixed-precision dtype of the training (`bf16`, `fp16`), else the model's own. Otherwise
             "bfloat16", "float16" or "float32", under any of the names in DTYPES, or torch's object.
@@ -40,8 +42,8 @@ class VLLMOptions:
         enable_sleep_mode: free weights and KV cache during TRAIN, once per rollout phase.
         model_impl: "vllm", "transformers" or "auto".
         trust_remote_code: run code that came with the model.
-        quantization: quantise in the engine, e.g. "fp8"; every weight sync quantises anew.
-        speculative_config: vLLM's speculative decoding.
+        quantization: how the engine quantises the weights, e.g. "fp8"; every weight sync quantises anew.
+        speculative_config: vLLM's settings of speculative decoding.
         engine_args: any other field of `vllm.EngineArgs`.
     """
 

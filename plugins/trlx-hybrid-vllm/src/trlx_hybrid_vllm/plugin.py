@@ -1,4 +1,7 @@
-"""The hooks of this distribution. The module does not import vLLM, because loading every plugin must stay cheap."""
+"""The entry point by which this package offers its components to the plugin manager.
+
+The module does not import vLLM: all installed plugins are loaded at each start, which must stay cheap.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +90,10 @@ def _transfer(session: Session, options: TransferOptions) -> WeightSync:
 
 @hookimpl
 def trlx_register(registry: Registry) -> None:
-    """Offer the engine, the server and the weight paths, of which the cheapest has the lowest order."""
+    """Offer the engine, the server and the weight paths; automatic selection tries those with the lowest order first.
+
+    The order is that of their costs.
+    """
     registry.offer(
         "weights",
         "alias",

@@ -19,7 +19,10 @@ from trlx_hybrid.variables import restored
 logger = logging.getLogger(__name__)
 
 LATE_SECONDS = 300.0
-"""Seconds after which an engine of several ranks is late. One of 7B with CUDA graphs takes two minutes."""
+"""Seconds after which the start of an engine of several ranks is reported as late.
+
+An engine of 7B with CUDA graphs takes two minutes.
+"""
 
 
 @contextmanager
@@ -47,15 +50,15 @@ def launcher_environment(rank: int, local_rank: int, world: int, address: str | 
 
 
 def address_of_this_host(gather: Callable[[Any], list[Any]]) -> str | None:
-    """Return this host's address on the network by which the job's ranks reach the first rank's host. Collective.
+    """Return this host's address on the network by which the job's ranks reach the host of rank 0. Collective.
 
-    None where all ranks lie on that host, or nobody knows its name.
+    None where all ranks are on that host, or no rank can resolve `MASTER_ADDR`.
 
-    A host may know its own name by a loopback address (`127.0.1.1` in `/etc/hosts`): it takes the address that the
-    others know.
+    A host may resolve its own name to a loopback address (`127.0.1.1` in `/etc/hosts`). It then takes the address that
+    the other ranks found for it.
 
     Args:
-        gather: collects an object of each rank.
+        gather: returns the objects that all ranks pass to it.
     """
     own, known = address_towards(os.environ.get("MASTER_ADDR", ""))
     others = [address for address in gather(known) if address is not None and not _loops(address)]
@@ -65,9 +68,9 @@ def address_of_this_host(gather: Callable[[Any], list[Any]]) -> str | None:
 
 
 def address_towards(host: str) -> tuple[str | None, str | None]:
-    """Return this machine's address on the network by which it reaches a host, and the host's. Nothing is sent.
+    """Return this machine's own address on the network by which it reaches `host`, and the address of `host`.
 
-    Both are None where the host cannot be found.
+    Nothing is sent. Both are None where the host's name cannot be resolved.
     """
     try:
         family, kind, *_, at = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
@@ -84,7 +87,7 @@ def _loops(address: str) -> bool:
 
 @contextmanager
 def told_when_late(ranks: int, seconds: float = LATE_SECONDS) -> Iterator[None]:
-    """Log a warning where an engine of several ranks is not up after so many seconds.
+    """Log a warning if the code inside, which builds an engine of several ranks, has not ended after so many seconds.
 
     vLLM itself waits for the other ranks without end, and without a message.
     """

@@ -1,4 +1,4 @@
-"""The experts that vLLM chose for each token of a request, where it does not return them itself: on CPUs.
+"""A recorder of the experts that vLLM's routers chose for each token, on CPUs, where vLLM does not return them itself.
 
 On GPUs vLLM does (`enable_return_routed_experts`), with its second model runner, which needs Triton. On CPUs the first
 one runs: its routers report their choice to the same callback, and its batch says which requests the tokens belong to.
@@ -21,9 +21,12 @@ MISSING = -1
 
 
 class RoutingCapture:
-    """Keeps what the routers of an in-process engine choose, until a request is done.
+    """Records which experts the routers of an in-process engine choose for each token, until its request is done.
 
-    Needs an engine without prefix cache: tokens that are not computed are not routed.
+    It needs an engine without prefix cache: tokens that are not computed are not routed.
+
+    Args:
+        llm: vLLM's LLM.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -61,7 +64,7 @@ class RoutingCapture:
         return output
 
     def take(self, request_id: str, tokens: int) -> np.ndarray[Any, Any]:
-        """Remove a finished request and return the experts of its first tokens.
+        """Return the experts that a finished request's first `tokens` tokens were routed to, and drop its record.
 
         Returns:
             (tokens, layers, experts per token) int16, MISSING where a layer has no experts.
@@ -72,5 +75,5 @@ class RoutingCapture:
         return rows
 
     def clear(self) -> None:
-        """Drop the records that nobody took: requests that were aborted."""
+        """Drop the records that nobody took, those of aborted requests."""
         self._steps.clear()

@@ -1,4 +1,4 @@
-"""Conversions of our sampling terms to vLLM's, and of vLLM's outputs to ours."""
+"""Conversions of trlx_hybrid's `Sampling` and `Request` to vLLM's forms, and of vLLM's outputs to `Completion`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def sampling_params(sampling: Sampling, masks: bool = False) -> dict[str, Any]:
     decoding it.
 
     Args:
-        masks: whether vLLM returns the ids that tokens were sampled from. Then it takes no request without `top_k` and
-            a temperature: a `top_k` of all ids stands for none, and a `top_k` of 1 for a temperature of 0.
+        masks: whether vLLM returns the ids that each token was sampled from. It then needs a `top_k` and a temperature
+            in every request. So no `top_k` is passed as a `top_k` of all ids, and a temperature of 0 as a `top_k` of 1.
     """
     params: dict[str, Any] = {
         "n": 1,
@@ -48,7 +48,7 @@ def sampling_params(sampling: Sampling, masks: bool = False) -> dict[str, Any]:
 
 
 def with_seed(params: Mapping[str, Any], request: Request) -> SamplingParams:
-    """Return the parameters of one request: the shared ones, and its own."""
+    """Return one request's `SamplingParams`: the arguments that all requests share, and its own seed and limit."""
     return SamplingParams(**{**params, **own_params(params, request)})
 
 
@@ -67,7 +67,8 @@ def without_placeholders(params: dict[str, Any], config: Any) -> dict[str, Any]:
     parameters give themselves are kept.
 
     Args:
-        config: vLLM's config, of the whole engine. With speculative decoding vLLM takes no bias.
+        params: arguments of `SamplingParams`.
+        config: the engine's `VllmConfig`. With speculative decoding vLLM takes no bias.
     """
     if not config.model_config.is_multimodal_model or config.speculative_config is not None:
         return params
@@ -78,12 +79,15 @@ def without_placeholders(params: dict[str, Any], config: Any) -> dict[str, Any]:
 
 
 def forbidden(params: Mapping[str, Any]) -> list[int]:
-    """Return the ids that a bias forbids. vLLM adds the bias to their logits, which stay finite."""
+    """Return the ids that a logit bias in these arguments of `SamplingParams` forbids.
+
+    vLLM does not report them as left out, because their logits stay finite.
+    """
     return [int(token) for token, bias in (params.get("logit_bias") or {}).items() if bias <= NEVER]
 
 
 def own_params(params: Mapping[str, Any], request: Request) -> dict[str, Any]:
-    """Return the parameters that differ between the requests of a run: its own seed, and its own limit if lower."""
+    """Return the arguments of `SamplingParams` that are a request's own: its seed, and its token limit if lower."""
     most, least = params["max_tokens"], params.get("min_tokens") or 0
     if request.max_tokens is not None and request.max_tokens < most:
         most, least = request.max_tokens, min(least, request.max_tokens)
@@ -116,13 +120,13 @@ def refuse_another_prompt(request: Request, theirs: Sequence[int] | None) -> Non
 
 
 def causal_pictures(config: Any) -> str | None:
-    """Return why prompts with pictures cannot be sampled here, or None.
+    """Return why prompts with images cannot be sampled by vLLM here, or None.
 
     Where a model lets the tokens of a picture attend to each other, as Gemma 3 does, vLLM's attention must, too. On
     some platforms it does not, for instance on CPUs.
 
     Args:
-        config: vLLM's config, of the whole engine, in a process that has the model.
+        config: the engine's `VllmConfig`, in the process that holds the model.
     """
     if not config.model_config.is_mm_prefix_lm:
         return None
@@ -139,7 +143,7 @@ def causal_pictures(config: Any) -> str | None:
 
 
 def completion_of(output: Any) -> Completion:
-    """Return one finished output of vLLM as a `Completion`."""
+    """Return one finished `CompletionOutput` of vLLM as a `Completion`."""
     token_ids = list(output.token_ids)
     if output.logprobs is None:
         return Completion(token_ids=token_ids, finish_reason=output.finish_reason)

@@ -27,11 +27,13 @@ PADDED = -1
 """The index of a padded row, in place of a request's index: vLLM's kernels skip such a row."""
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""A function that captures a function that launches kernels, and returns what replays it."""
+"""A function that captures what a given function launches in a CUDA graph, and returns a function that replays it."""
 
 
 def sampling_graphs(llm: Any) -> SamplingGraphs | None:
-    """Capture and install the graphs of an engine that was just built, and return them.
+    """Capture CUDA graphs of what an engine does after its layers in a decode step (head, sampling, log-probs).
+
+    They are installed in the engine, which must be just built, and returned.
 
     None on a CPU, without graphs of the layers, and where the engine does more between the layers and the next step
     than the graphs capture. None, too, where they cannot be captured, or compute other values than vLLM, which is
@@ -45,7 +47,10 @@ def sampling_graphs(llm: Any) -> SamplingGraphs | None:
 
 
 def compared(graphs: SamplingGraphs, capture: Capture) -> SamplingGraphs | None:
-    """Capture, compare and install the graphs; return None, with all as it was, where they differ from vLLM."""
+    """Capture the graphs, compare their results with vLLM's, and install and return them if they are equal.
+
+    Where they differ, all is left as it was, and None is returned.
+    """
 
     def difference() -> float:
         with torch.inference_mode():
@@ -60,7 +65,7 @@ def compared(graphs: SamplingGraphs, capture: Capture) -> SamplingGraphs | None:
 
 
 def serves(llm: Any) -> bool:
-    """Return whether the graphs capture everything that an engine does between its layers and the next step."""
+    """Return whether `SamplingGraphs` captures all that this engine does between its layers and the next step."""
     from vllm.lora.layers import LogitsProcessorWithLoRA
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu.model_states.interface import ModelState
@@ -88,15 +93,16 @@ def serves(llm: Any) -> bool:
 
 
 class SamplingGraphs:
-    """Replaces a model runner's `sample` and `postprocess_sampled`, from `install` on.
+    """CUDA graphs that replace a model runner's `sample` and `postprocess_sampled` in decode steps, from `install` on.
 
     Args:
-        runner: vLLM's second model runner, its layers' graphs captured, of an engine that `serves`.
-        sizes: numbers of rows, ascending, none above the engine's largest.
+        runner: the model runner (vLLM's second) of an engine for which `serves` is true; the graphs of its layers are
+            captured.
+        sizes: the numbers of rows to capture a graph for, ascending, none above the engine's largest batch.
 
     Attributes:
-        active: replay steps. Must be off where others than this package read what the engine returns: token ids stand
-            where vLLM has the ranks of sampled tokens.
+        active: whether steps are replayed. Must be off where others than this package read what the engine returns:
+            token ids stand where vLLM has the ranks of sampled tokens.
         replayed: how many steps were replayed.
     """
 
@@ -124,11 +130,11 @@ class SamplingGraphs:
         self._stock_sampler = runner.sampler.add_request, runner.sampler.apply_staged_writes
 
     def capture(self, capture: Capture) -> None:
-        """Capture all sizes, the largest first, so that its memory serves the others."""
+        """Capture a graph for each number of rows, the largest first, so that the others reuse its memory."""
         self._replay = {size: capture(functools.partial(self._step, size)) for size in reversed(self._sizes)}
 
     def install(self) -> None:
-        """Replace the runner's and the sampler's methods."""
+        """Replace vLLM's methods of the runner and the sampler by those of this class, which replay the graphs."""
         self._runner.sample, self._runner.postprocess_sampled = self._sample, self._postprocess_sampled
         self._sampler.add_request, self._sampler.apply_staged_writes = self._add_request, self._apply_staged_writes
 
@@ -144,7 +150,10 @@ class SamplingGraphs:
                 vars(owner).pop(name, None)
 
     def _step(self, size: int) -> None:
-        """Run what is captured: from the layers' output to the tokens, and to what the next step reads of them."""
+        """Launch the kernels that are captured for `size` rows.
+
+        They lead from the layers' output to the sampled tokens, their log-probs, and what the next step reads of them.
+        """
         from vllm.v1.worker.gpu.input_batch import post_update
         from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
@@ -177,7 +186,9 @@ class SamplingGraphs:
         )
 
     def largest_difference(self) -> float:
-        """Return the largest difference between the graphs and vLLM, in nats. Only before any request was served.
+        """Return the largest difference between the graphs' results and vLLM's, in nats.
+
+        May be called only before the engine has served a request.
 
         It is the difference of the log-probs, plus how far the sampled tokens are below the likeliest. The rows have
         random hidden states and are padded, so they are sampled at temperature 0.
@@ -214,7 +225,7 @@ class SamplingGraphs:
         self._staged = False
 
     def _decodes(self, hidden: Tensor, batch: Any) -> bool:
-        """Return whether every row decodes one token, behind a graph of the layers."""
+        """Return whether in this step every row decodes one token, and the layers ran as a CUDA graph."""
         return (
             hidden.data_ptr() == self._hidden.data_ptr()
             and not batch.has_prefill
@@ -223,9 +234,9 @@ class SamplingGraphs:
         )
 
     def _serves_rows(self, batch: Any) -> bool:
-        """Return whether the rows ask for nothing that the graphs leave out.
+        """Return whether the requests of a batch ask for nothing that the graphs leave out.
 
-        Copies what they ask for to where the graphs read it, if it changed.
+        If the requests have changed, their seeds and temperatures are copied to where the graphs read them.
         """
         rows = batch.idx_mapping_np.tobytes()
         if self._last_rows != rows:
@@ -260,8 +271,9 @@ class SamplingGraphs:
 
 
 def capturing(device: torch.device) -> Capture:
-    """Return a function that captures CUDA graphs. The graphs share one memory pool, since one runs after the other.
+    """Return a function that captures CUDA graphs on this device, see `Capture`.
 
+    The graphs share one memory pool, since they never run at the same time.
     They are warmed up and captured on a stream of their own, whose cuBLAS workspace they keep.
     """
     stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]

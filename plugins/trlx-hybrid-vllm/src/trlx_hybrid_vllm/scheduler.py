@@ -4,7 +4,7 @@ For each request and step, vLLM's scheduler decides about prefill chunks, drafts
 At 256 sequences that takes longer than the GPU needs for the step. In a rollout nearly every step is a plain decode:
 then a request needs a new block once per block, its stop conditions are a set and a length, and the rest is counting.
 Prompts that arrive meanwhile, as answers of tools do one by one, are scheduled by vLLM, beside the rows that decode.
-Whatever is not plain goes to vLLM's own methods, and both leave the same state behind, so steps of all kinds mix.
+All other steps go to vLLM's own methods. Both leave the same state behind, so steps of all kinds may follow each other.
 
 This file relies on vLLM 0.31's scheduler beyond its documented interface; tests/test_scheduler.py compares the two.
 """
@@ -32,8 +32,9 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
 
     Attributes:
         holding: return the tokens of decode steps late: all tokens of a request at once when it finishes, or when a
-            step is not plain; its first token comes with the step that reads its prompt. Such outputs carry the sampled
-            tokens' log-probs and no ranks. Off where text is built, since a stop string needs every token at once.
+            step takes vLLM's own path; its first token comes with the step that reads its prompt. Such outputs carry
+            the sampled tokens' log-probs and no ranks. Off where text is built: a stop string needs every token when it
+            is sampled.
         decode_steps: how many steps took the short path.
     """
 
@@ -58,7 +59,10 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
         self._holds = False
 
     def _is_simple(self) -> bool:
-        """Return whether this engine has no feature whose bookkeeping the short path leaves out."""
+        """Return whether the faster path may be used: the engine has no feature whose bookkeeping it leaves out.
+
+        Among such features are speculative decoding, KV connectors, pipeline stages and several kinds of KV cache.
+        """
         managers = self.kv_cache_manager.coordinator.single_type_managers
         parts = (self.connector, self.ec_connector, self.aux_output_connector, self.finished_req_ids_dict)
         return (
@@ -79,7 +83,7 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
     # --- schedule ---------------------------------------------------------------------------------------------------
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Return the next step, as vLLM does."""
+        """Decide what the next step computes, as vLLM's method does, which is called for all but decode steps."""
         places = self.max_num_active_reqs - len(self.running)  # where none is left vLLM looks at no waiting request
         waiting = places > 0 and bool(self.waiting or self.kv_holding_waiting)
         if (
@@ -99,7 +103,7 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
     def _may_join(self, places: int) -> bool:
         """Return whether vLLM can schedule the next waiting requests without looking at the running ones.
 
-        It can where all of them are plain and new, and are served by the adapter that is in use.
+        It can where all of them are new and plain (`Row.plain`), and use the running requests' LoRA adapter.
 
         Args:
             places: how many waiting requests can start.
@@ -115,7 +119,10 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
         )
 
     def _with_prompts(self, step: SchedulerOutput) -> SchedulerOutput:
-        """Add to a decode step as many waiting requests as fit beside it. vLLM schedules them as if nothing ran."""
+        """Return a decode step with as many waiting requests added as fit beside it.
+
+        vLLM's own method schedules the waiting ones, as if no others ran.
+        """
         ids, running = self._in_flight[-1].ids, self.running
         limits = self.max_num_scheduled_tokens, self.max_num_active_reqs
         self.max_num_scheduled_tokens, self.max_num_active_reqs = self._budget - len(ids), limits[1] - len(running)
@@ -145,7 +152,9 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
     def _decode_step(self) -> SchedulerOutput | None:
         """Schedule one more token for every running request.
 
-        Returns None, with nothing changed, where that is not the whole step.
+        Returns:
+            The step; or None, with nothing changed, where vLLM's own method must schedule it: a request reads its
+            prompt or is not plain (`Row.plain`), no request needs a token, or free blocks are too few.
         """
         if self.running != self._seen_running and not self._look_at_running():
             return None
@@ -191,7 +200,11 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
         return self._sent(rows, CachedRequestData(ids, set(), [], {}, new_blocks, computed_tokens, output_tokens))
 
     def _look_at_running(self) -> bool:
-        """Make the rows of the running requests; return False where a request is not plain."""
+        """Update `_running_rows`, which has a `Row` for each running request, after these requests have changed.
+
+        Returns:
+            False where some request is not plain (`Row.plain`), so that vLLM's own method must schedule the step.
+        """
         known, self._rows = self._rows, {}
         for request in self.running:
             row = known.pop(request.request_id, None)
@@ -203,7 +216,12 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
         return plain
 
     def _sent(self, rows: list[Row], cached: CachedRequestData) -> SchedulerOutput:
-        """Return what the workers are told, and update the state that a step changes besides its requests."""
+        """Return a decode step as the workers get it, and update the scheduler's state, except for the requests'.
+
+        Args:
+            rows: the requests that decode.
+            cached: what vLLM tells the workers of these requests.
+        """
         self.current_step += 1
         self.decode_steps += 1
         ids: list[str] = cached.req_ids
@@ -235,7 +253,7 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
     # --- update -----------------------------------------------------------------------------------------------------
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> dict[int, Any]:
-        """Take in a step's tokens, as vLLM does."""
+        """Append a step's sampled tokens to the requests, as vLLM does, and return the outputs by client index."""
         step = next((step for step in self._in_flight if step.output is scheduler_output), None)
         while step is not None and self._in_flight.popleft() is not step:  # a step that failed never comes back
             pass
@@ -258,7 +276,16 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
         return by_client
 
     def _decoded(self, rows: list[Row], tokens: list[int], logprobs: Any) -> list[EngineCoreOutput]:
-        """Append the tokens, finish the requests that stop, and return the outputs that are due now."""
+        """Append a decode step's tokens to the requests, and finish the requests that stop.
+
+        Args:
+            rows: the requests that decoded.
+            tokens: one for each row.
+            logprobs: vLLM's `LogprobsLists` in the order of the rows, or None.
+
+        Returns:
+            With `holding` the outputs of the requests that stop, else an output for each token.
+        """
         outputs = [] if self.holding else self._released()
         holding = self._holds = self.holding
         values = logprobs.logprobs[:, 0].tolist() if holding and logprobs is not None else None
@@ -300,7 +327,10 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
         return outputs
 
     def _released(self) -> list[EngineCoreOutput]:
-        """Return the outputs that were held back, for requests that go on."""
+        """Return the tokens that `holding` has held back, one output for each unfinished request that has some.
+
+        They are due before a step that vLLM's own method handles.
+        """
         if not self._holds:
             return []
         self._holds = False
@@ -309,14 +339,19 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A request, with the values that a decode step needs of it looked up once.
+    """A request, with the values that each decode step needs of it looked up once.
 
     Attributes:
-        plain: whether counting is all that a token of the request needs.
+        request: vLLM's `Request`.
+        plain: whether the request has none of the features that only vLLM's own methods handle: images, grammars,
+            detection of repetitions, pooling, and input that is streamed.
         stops: token ids that end the request.
-        length: tokens, prompt included, at which `max_tokens` is reached.
-        tokens, outputs: the request's own lists, of all tokens and of the sampled ones.
-        held, held_logprobs: sampled, and not returned yet.
+        length: the number of tokens, prompt included, at which `max_tokens` is reached.
+        logprobs_wanted: whether the request asks for log-probs.
+        tokens: vLLM's own list of all of the request's tokens.
+        outputs: vLLM's own list of the sampled tokens.
+        held: tokens that were sampled and not returned yet, see `DecodeScheduler.holding`.
+        held_logprobs: the log-probs of these tokens.
     """
 
     request: Any
@@ -347,7 +382,7 @@ class Row:
             self.logprobs_wanted = params.num_logprobs is not None
 
     def output(self, token: int, index: int, logprobs: LogprobsLists | None) -> EngineCoreOutput:
-        """Return the output for one token; `index` is its place in the step's log-probs."""
+        """Return vLLM's output object for one sampled token; `index` is the row of its log-prob in `logprobs`."""
         new = logprobs.slice_request(index, 1) if self.logprobs_wanted and logprobs is not None else None
         return EngineCoreOutput(self.request.request_id, [token], new, trace_headers=self.request.trace_headers)
 
@@ -364,12 +399,13 @@ class Row:
 
 @dataclass(slots=True, eq=False)
 class DecodeStep:
-    """A decode step on its way through the model.
+    """A decode step that was scheduled, and whose tokens have not come back from the model.
 
     Attributes:
-        output: what the workers were told.
-        ids, rows: the requests that decode.
-        prompts: vLLM's part of the step, where prompts are read as well.
+        output: the step as the workers got it.
+        ids: vLLM's ids of the requests that decode.
+        rows: the rows of these requests, in the same order.
+        prompts: the part of the step that vLLM's own method scheduled, where prompts are read as well; else None.
         preemptions: how many preemptions the scheduler had seen. If there is one more, some of this step's tokens are
             stale.
     """
@@ -381,7 +417,10 @@ class DecodeStep:
     prompts: SchedulerOutput | None = None
 
     def sampled(self, output: Any) -> tuple[list[int], LogprobsLists | None] | None:
-        """Return a token per row and the log-probs, in the rows' order; None where the output has more than that."""
+        """Return the sampled token of each row and the log-probs, in the order of `rows`.
+
+        None where the model runner's output has anything else, which vLLM's own method must then handle.
+        """
         logprobs, others = output.logprobs, len(self.prompts.num_scheduled_tokens) if self.prompts else 0
         if (
             len(output.sampled_token_ids) != len(self.rows) + others

@@ -41,7 +41,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Partial:
-    """The outputs of one unfinished request: token ids, and for each step an array (tokens,) of natural log-probs."""
+    """The outputs so far of one unfinished request.
+
+    Attributes:
+        key: the number that the stream gave the request.
+        token_ids: the sampled tokens.
+        logprobs: for each step, an array (tokens,) of natural log-probs.
+        prompt_tokens: how many tokens the prompt has.
+    """
 
     key: int
     token_ids: list[int] = field(default_factory=list)
@@ -80,11 +87,12 @@ class EngineStream:
         adapter: the LoRARequest that serves all requests, or None.
         routing: captures the experts of the tokens, where completions are to name them and vLLM does not return them.
         support: keeps the ids that the tokens are sampled from, where completions are to name them.
-        graphs: of what follows the layers in a decode step, where the engine has them.
+        graphs: CUDA graphs of the part of a decode step that follows the model's layers, where the engine has them.
 
     Attributes:
-        cached_tokens, prompt_tokens: of the requests that finished their prompt: how many tokens came from the prefix
-            cache, and how many there were.
+        shared: whether several ranks run the engine, and must step together.
+        cached_tokens: how many prompt tokens came from the prefix cache, over all requests whose prompt was read.
+        prompt_tokens: how many prompt tokens these requests have in all.
     """
 
     shared = False
@@ -111,12 +119,13 @@ class EngineStream:
         self.cached_tokens = self.prompt_tokens = 0
 
     def add(self, request: Request) -> int:
-        """Queue a request and return its key.
+        """Queue a request and return its key, a number by which `step` returns its completion.
 
         Raises:
             VLLMValidationError: the prompt is too long or has ids outside the vocabulary, or the parameters are
                 invalid.
-            EngineError: vLLM makes another prompt of one with images, or computes images differently from the model.
+            EngineError: vLLM would change the prompt of a request with images, or computes images differently from the
+                trainer's model.
         """
         request_id = self._queue(request)
         key, self._next = self._next, self._next + 1
@@ -148,14 +157,22 @@ class EngineStream:
         return internals.add_like(self._llm, self._pattern, request.prompt_ids, params, time.time())
 
     def abort(self, key: int) -> None:
-        """Free what a request holds; does nothing if it has finished."""
+        """Stop the request with this key and free its KV cache; does nothing if it has finished."""
         request_id = self._ids.pop(key, None)
         if request_id is not None:
             del self._arriving[request_id]
             self._engine.abort_request([request_id], internal=True)
 
     def step(self, more: bool) -> tuple[list[tuple[int, Completion]], bool]:
-        """Run one step of the engine core, and return the finished completions by key, and `more`."""
+        """Run one step of the engine core.
+
+        Args:
+            more: whether the caller has requests that are unfinished or not added yet.
+
+        Returns:
+            The key and the completion of each request that finished in this step, and `more` unchanged; where several
+            ranks share the engine, the second is whether any of them has more.
+        """
         return self._step() if self._ids else [], more
 
     @property
@@ -218,7 +235,10 @@ class EngineStream:
         return completions
 
     def _take_masks(self, support: KeptIds, outputs: Sequence[Any]) -> None:
-        """Take the ids that vLLM has put aside for its own outputs, before it makes a list of each id."""
+        """Move the ids that tokens were sampled from out of vLLM's outputs into `support`.
+
+        Otherwise vLLM would turn the arrays of ids into lists when a request finishes.
+        """
         for request_id, arriving in self._arriving.items():
             state = self._engine.output_processor.request_states.get(request_id)
             for mask in state.sampling_mask_chunks if state is not None else ():
@@ -234,11 +254,15 @@ class EngineStream:
     def _with_more(
         self, request_id: str, completion: Completion, prompt_tokens: int, experts: np.ndarray[Any, Any] | None
     ) -> Completion:
-        """Return the completion of a finished request, with the experts and the support of its tokens where they are
-        known.
+        """Return the completion of a finished request, completed by what else is known of its tokens.
+
+        This is the experts that they were routed to, and the ids that they were sampled from (`Completion.support`).
 
         Args:
-            experts: as vLLM returned them, if it did.
+            request_id: vLLM's internal id.
+            completion: token ids and log-probs.
+            prompt_tokens: how many tokens the prompt has.
+            experts: the experts as vLLM returned them, if it did.
         """
         tokens = len(completion.token_ids)
         support = None if self._support is None else self._support.take(request_id, prompt_tokens, tokens)
@@ -247,7 +271,15 @@ class EngineStream:
     def _experts(
         self, request_id: str, tokens: int, returned: np.ndarray[Any, Any] | None
     ) -> np.ndarray[Any, Any] | None:
-        """Return `Completion.experts` of a finished request; its last token never went through the model."""
+        """Return the experts that a finished request's tokens were routed to, or None where they are not recorded.
+
+        The last sampled token has none, because it never went through the model.
+
+        Args:
+            request_id: vLLM's internal id.
+            tokens: how many tokens the request has, prompt included.
+            returned: the experts as vLLM returned them, if it did.
+        """
         if self._routing is not None:
             return self._routing.take(request_id, tokens - 1)
         if returned is not None and len(returned) != tokens - 1:
@@ -280,7 +312,7 @@ class EngineStream:
 
     @contextmanager
     def _holding(self, scheduler: Any) -> Iterator[None]:
-        """Let tokens come only when a request finishes, with log-probs and nothing else."""
+        """Make the scheduler return a request's tokens only when it finishes, with log-probs but without ranks."""
         scheduler.holding = True
         if self._graphs is not None:
             self._graphs.active = True
@@ -294,7 +326,7 @@ class EngineStream:
 
 
 def collect(stream: EngineStream, requests: Iterable[Request]) -> list[Completion]:
-    """Run the requests in a stream and return one completion per request, in order."""
+    """Open a stream, run the requests in it to their end, and return one completion per request, in order."""
     with stream.open():
         keys = [stream.add(request) for request in requests]
         completions: dict[int, Completion] = {}
@@ -309,12 +341,13 @@ _HAS_EVENTS, _HAS_MORE, _GAVE_UP = range(3)
 class ReplicaStream(EngineStream):
     """A stream for one engine that several ranks run, each rank with its own requests.
 
-    Before a step the ranks exchange three flags each, and events only where a flag announces some. Events are applied
-    in the order of the ranks, so every rank's scheduler sees the same requests; each request carries its own seed, so
-    the other draws of a rank do not matter. A rank that has finished keeps stepping until no rank has more.
+    Before a step the ranks exchange three flags each, and events (requests to add or abort) only where a flag announces
+    some. Events are applied in the order of the ranks, so every rank's scheduler sees the same requests. Each request
+    carries its own seed, so random numbers that a rank draws elsewhere do not matter. A rank whose requests have
+    finished keeps stepping until no rank has any.
 
     Args:
-        group: the replica's ranks.
+        group: the ranks that run the engine. The other arguments are those of `EngineStream`.
     """
 
     shared = True
@@ -337,20 +370,23 @@ class ReplicaStream(EngineStream):
         self._over = False
 
     def add(self, request: Request) -> int:
-        """Queue a request, which the next step adds on every rank, and return its key."""
+        """Queue a request, which the next step adds on every rank, and return its key on this rank."""
         key, self._given = self._given, self._given + 1
         self._events.append((key, request))
         return key
 
     def abort(self, key: int) -> None:
-        """Let the next step free what a request holds, on every rank."""
+        """Let the next step stop the request with this key, and free its KV cache, on every rank."""
         self._events.append((key, None))
 
     def step(self, more: bool) -> tuple[list[tuple[int, Completion]], bool]:
-        """Run one step of every rank's engine core.
+        """Run one step of the engine core, on every rank of the replica.
+
+        Args:
+            more: whether this rank has requests that are unfinished or not added yet.
 
         Returns:
-            The finished completions of this rank's requests by key, and whether any rank has more.
+            The key and the completion of each request of this rank that finished, and whether any rank has more.
         """
         anyone = self._exchange(more)
         finished = self._step() if self._ids else []
@@ -363,7 +399,15 @@ class ReplicaStream(EngineStream):
         return bool(self._ids or self._events)
 
     def _exchange(self, more: bool, gave_up: bool = False) -> bool:
-        """Exchange the events of all ranks and apply them; return whether any rank has more."""
+        """Exchange the added and aborted requests of all ranks and apply them; return whether any rank has more.
+
+        Args:
+            more: whether this rank has requests that are unfinished or not added yet.
+            gave_up: whether this rank leaves the stream because of an error.
+
+        Raises:
+            EngineError: another rank gave up.
+        """
         flags = torch.tensor([bool(self._events), more or bool(self._events), gave_up], dtype=torch.uint8)
         everyone = [torch.empty_like(flags) for _ in range(self._group.world_size)]
         torch.distributed.all_gather(everyone, flags, group=self._group.cpu_group)

@@ -1,4 +1,6 @@
-"""The ids that vLLM keeps for each token, in the form in which completions name them (`Completion.support`).
+"""Collectors of the ids that vLLM samples each token from, which top-k, top-p and min-p leave of the vocabulary.
+
+Completions name them in `Completion.support`, so that log-probs are computed over the same ids.
 
 On GPUs vLLM returns the ids (`return_sampling_mask`), with its second model runner, which needs Triton. On CPUs the
 first one runs: the log-probs that its sampler has computed after all processing are minus infinity for ids that are
@@ -21,11 +23,11 @@ Words = np.ndarray[Any, Any]
 
 
 class KeptIds:
-    """Keeps the ids that each token of unfinished requests was sampled from, as vLLM returns them.
+    """Collects the ids that each token of unfinished requests was sampled from, where vLLM returns them.
 
     Args:
-        vocabulary: number of ids that vLLM samples from.
-        name: returns a request's name from vLLM's internal id; by default that id.
+        vocabulary: the size of the vocabulary that vLLM samples from.
+        name: turns vLLM's internal id of a request into the name by which `take` asks for it; by default the id itself.
 
     Attributes:
         forbidden: ids that a bias forbids, which vLLM does not leave out by itself.
@@ -37,7 +39,7 @@ class KeptIds:
         self._words: defaultdict[str, dict[int, Words]] = defaultdict(dict)  # by request and place in its sequence
 
     def open(self, forbidden: Sequence[int]) -> None:
-        """Prepare for requests whose tokens are scored over the kept ids."""
+        """Prepare for a rollout; `forbidden` are ids that a logit bias forbids in all of its requests."""
         self.forbidden = forbidden
 
     def close(self) -> None:
@@ -45,21 +47,29 @@ class KeptIds:
         self._words.clear()
 
     def returned(self, request_id: str, prompt_tokens: int, ids: Any) -> None:
-        """Record the ids that vLLM returned for a request's next token: (n,) int32, ascending."""
+        """Record the ids that a request's next token was sampled from, as vLLM returned them.
+
+        Args:
+            request_id: vLLM's internal id.
+            prompt_tokens: how many tokens the prompt has.
+            ids: (n,) int32, ascending.
+        """
         known = self._words[self._name(request_id)]
         if self.forbidden:
             ids = np.setdiff1d(ids, self.forbidden, assume_unique=True)
         known[prompt_tokens + len(known)] = words_of_ids(np.asarray(ids), self._vocabulary)
 
     def forget_but(self, requests: Collection[str]) -> None:
-        """Drop the ids of all requests but these, because nobody will take them."""
+        """Drop the ids recorded for all requests but these, because nobody will take them."""
         for request_id in self._words.keys() - requests:
             del self._words[request_id]
 
     def take(self, request_id: str, prompt_tokens: int, tokens: int) -> Support:
-        """Return the support of a finished request.
+        """Return the ids that a finished request's tokens were sampled from, and drop the record.
 
         Args:
+            request_id: the request's name, see the class's `name`.
+            prompt_tokens: how many tokens the prompt has, as in `returned`.
             tokens: how many tokens were sampled.
 
         Raises:
@@ -76,11 +86,13 @@ class KeptIds:
 
 
 class CapturedIds(KeptIds):
-    """Keeps the ids where vLLM does not return them, from the log-probs of the processed logits, which it needs.
+    """Collects the ids that each token was sampled from, where vLLM does not return them.
+
+    It reads them from the log-probs that vLLM's sampler computes after all processing, so vLLM must compute log-probs.
 
     Args:
         runner: vLLM's model runner, in this process.
-        vocabulary, name: as of `KeptIds`.
+        vocabulary, name: the arguments of `KeptIds`.
     """
 
     def __init__(self, runner: Any, vocabulary: int, name: Callable[[str], str] = str) -> None:
@@ -91,12 +103,12 @@ class CapturedIds(KeptIds):
         runner.sampler.sample = partial(self._sample, runner.sampler.sample)
 
     def open(self, forbidden: Sequence[int]) -> None:
-        """Prepare for requests whose tokens are scored over the kept ids."""
+        """Start collecting for a rollout; `forbidden` are ids that a logit bias forbids in all of its requests."""
         super().open(forbidden)
         self._active = True
 
     def close(self) -> None:
-        """Stop keeping ids after the last request, and drop those that nobody took."""
+        """Stop collecting after the last request, and drop the ids that nobody took."""
         super().close()
         self._active = False
 

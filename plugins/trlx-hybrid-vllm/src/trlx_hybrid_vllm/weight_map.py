@@ -35,6 +35,7 @@ class PlacedBox:
     """A box of a parameter of the policy, and the place where an engine parameter holds it.
 
     Attributes:
+        box: half-open index ranges in the policy's parameter, one per dimension.
         parameter: name of the engine's parameter.
         memory: the region of the engine's parameter, shaped like the box.
     """
@@ -45,13 +46,14 @@ class PlacedBox:
 
 
 class WeightMap:
-    """The boxes of all parameters of a policy.
+    """The places in vLLM's memory of all boxes (one index range per dimension) of all parameters of a policy.
 
     Attributes:
-        pieces: boxes by in-memory name of the parameter; none for a parameter that vLLM's loader did not read.
+        pieces: the boxes of each parameter of the policy, by its name in memory, with their places; none for a
+            parameter that vLLM's loader did not read.
         buffers: routes of the policy's persistent buffers into engine parameters and buffers.
-        irregular: parameters of which the loader copied something that is no box, with how.
-        computed: parameters that the loader computed something from.
+        irregular: parameters of which vLLM's loader copied something that is not a box, with a description of the copy.
+        computed: parameters that vLLM's loader computed something from, rather than copy them.
         unknown: checkpoint tensors that the loader copied from, and that come from no parameter or buffer of the
             policy.
     """
@@ -82,7 +84,7 @@ class WeightMap:
                 self.pieces[name] = joined(found)
 
     def memory_of(self, piece: PlacedBox) -> Tensor:
-        """Return the engine's memory of a piece."""
+        """Return the engine's memory of a box, as a view in the box's shape."""
         return piece.memory.of(self.loader.tensors[piece.parameter].data)
 
 
@@ -90,8 +92,13 @@ class WeightMap:
 
 
 def piece_of(route: Route, shape: Sequence[int]) -> PlacedBox | None:
-    """Return the box of a contiguous tensor of this shape that a route reads, or None where it is no box. A pure
-    function.
+    """Return the box of a parameter that a copy of vLLM's loader reads, and its place in the engine.
+
+    None where the elements that it reads are not a box (one index range per dimension).
+
+    Args:
+        route: the copy; its source is a slice of the parameter.
+        shape: the parameter's shape; the parameter is contiguous.
 
     The copy may have the tensor's dimensions in another order (transposed), several dimensions in place of one (heads),
     and one in place of several (flat).
@@ -125,10 +132,10 @@ def piece_of(route: Route, shape: Sequence[int]) -> PlacedBox | None:
 
 
 def _parts(policy: Policy, name: str, shape: tuple[int, ...], device: torch.device) -> Mapping[str, Tensor | None]:
-    """Return the checkpoint tensors that one parameter becomes, as flat indices into the parameter.
+    """Return the checkpoint tensors that one parameter becomes, by name, each as flat indices into the parameter.
 
-    None stands for the parameter itself. The indices of one fused tensor take as much memory as the tensor in float32,
-    until the next one's are made.
+    None in place of indices says that the checkpoint tensor is the parameter itself. The indices of one fused tensor
+    take as much memory as the tensor in float32, until the next one's are made.
     """
     if not policy.converts:
         return {name: None}
@@ -143,7 +150,15 @@ def _parts(policy: Policy, name: str, shape: tuple[int, ...], device: torch.devi
 def _sources(
     parts: Mapping[str, Tensor | None], routes: Mapping[str, Sequence[Route]]
 ) -> Iterator[tuple[str, Route, Slice | None]]:
-    """Yield each route that starts in one of these tensors, and the slice of the parameter that the route reads."""
+    """Yield each copy that vLLM's loader made of a parameter, with the slice of the parameter that it read.
+
+    Args:
+        parts: the checkpoint tensors that the parameter becomes, from `_parts`.
+        routes: all copies, by the checkpoint tensor that they read.
+
+    Yields:
+        The checkpoint tensor's name, the copy, and the slice; None where what was read is no strided slice.
+    """
     converted = []
     for part, index in parts.items():
         for route in routes.get(part, ()):
@@ -156,7 +171,7 @@ def _sources(
 
 
 def _slices(taken: Sequence[Tensor]) -> list[Slice | None]:
-    """Return the strided slice that each tensor of flat indices stands for, or None where it is no strided slice.
+    """Return for each tensor of flat indices the strided slice with these indices, or None where there is none.
 
     Reads from the device twice, however many tensors there are.
     """
@@ -174,7 +189,7 @@ def _slices(taken: Sequence[Tensor]) -> list[Slice | None]:
 
 
 def _indices(part: Slice, like: Tensor) -> Tensor:
-    """Return the flat indices of a slice's elements."""
+    """Return the flat indices of a slice's elements, in its shape, with the dtype and device of `like`."""
     found = torch.full((), part.offset, dtype=like.dtype, device=like.device)
     for size, stride in zip(part.shape, part.stride, strict=True):
         found = found[..., None] + stride * torch.arange(size, dtype=like.dtype, device=like.device)
@@ -182,7 +197,7 @@ def _indices(part: Slice, like: Tensor) -> Tensor:
 
 
 def joined(pieces: Iterable[PlacedBox]) -> list[PlacedBox]:
-    """Cover the same memory with as few boxes as one pass over each dimension finds. A pure function."""
+    """Join boxes that are adjacent in the parameter and in the engine's memory, in one pass over each dimension."""
     found = list(pieces)
     for d in range(len(found[0].box) if found else 0):
         alike: defaultdict[object, list[PlacedBox]] = defaultdict(list)
@@ -195,7 +210,7 @@ def joined(pieces: Iterable[PlacedBox]) -> list[PlacedBox]:
 
 
 def _runs(pieces: Sequence[PlacedBox], d: int) -> list[PlacedBox]:
-    """Join the adjacent ones among pieces that differ along one dimension only."""
+    """Join the adjacent ones among boxes that differ along dimension `d` only."""
     runs: list[PlacedBox] = []
     for piece in sorted(pieces, key=lambda p: (p.box[d], p.memory.offset)):
         longer = _continued(runs[-1], piece, d) if runs else None
@@ -207,7 +222,7 @@ def _runs(pieces: Sequence[PlacedBox], d: int) -> list[PlacedBox]:
 
 
 def _continued(run: PlacedBox, piece: PlacedBox, d: int) -> PlacedBox | None:
-    """Return both pieces as one, or None where the second does not begin where the first ends."""
+    """Return both boxes as one, or None where the second does not begin, along dimension `d`, where the first ends."""
     (start, end), (after, stop) = run.box[d], piece.box[d]
     stride, rest = divmod(piece.memory.offset - run.memory.offset, end - start)
     known = [p.memory.stride[d] for p in (run, piece) if p.memory.shape[d] > 1]
@@ -218,7 +233,7 @@ def _continued(run: PlacedBox, piece: PlacedBox, d: int) -> PlacedBox | None:
 
 
 def _with(values: tuple[Any, ...], d: int, *instead: Any) -> tuple[Any, ...]:
-    """Return the values with another value, or none, at one place."""
+    """Return a copy of the values in which the one at index `d` is replaced by those of `instead`, or left out."""
     return (*values[:d], *instead, *values[d + 1 :])
 
 
@@ -226,12 +241,12 @@ def _with(values: tuple[Any, ...], d: int, *instead: Any) -> tuple[Any, ...]:
 
 
 class Places:
-    """The regions that hold the parameters right after a load: one strided region of an engine parameter for each.
+    """The strided regions of engine parameters that each hold the whole of one parameter of the policy.
 
-    A region counts only if the bits in it are the parameter's.
+    They are looked up right after a load of the weights. A region counts only if its bits are the parameter's.
 
     Attributes:
-        found: by in-memory name of the parameter.
+        found: the regions by the parameter's name in memory.
         refused: parameters that no region holds, and engine parameters filled with something else, with the reason.
     """
 
@@ -260,7 +275,7 @@ class Places:
             self.refused[name] = f"engine parameter {self.found.pop(name).parameter} holds other bits there"
 
     def view(self, name: str) -> Tensor:
-        """Return the engine's memory of a parameter, in the parameter's shape."""
+        """Return the engine's memory that holds a parameter of the policy, as a view in the parameter's shape."""
         memory = self._map.memory_of(self.found[name])
         return memory.view(memory.shape) if memory.is_contiguous() else memory
 
@@ -269,10 +284,17 @@ class Places:
 
 
 def regions(model: torch.nn.Module, weights: WeightMap) -> Regions:
-    """Return what this rank's memory holds of each weight; nothing of the engine's weights is left out.
+    """Return which boxes of each weight this rank's engine memory holds, and where.
+
+    Writing to all of these regions renews all weights of the engine.
+
+    Args:
+        model: vLLM's model.
+        weights: the places of all boxes in it.
 
     Raises:
-        EngineError: a weight is copied in a way that is no box, or something in the engine comes from no weight.
+        EngineError: vLLM's loader copies something that is not a box (one index range per dimension), or the engine
+            holds something that comes from no weight.
     """
     loader = weights.loader
     if loader.unexplained:
@@ -300,7 +322,7 @@ def regions(model: torch.nn.Module, weights: WeightMap) -> Regions:
 
 
 def _uncovered_rows(parameter: Tensor, covered: Sequence[Slice]) -> Iterator[Tensor]:
-    """Yield the runs of rows of a matrix that no slice of whole rows covers."""
+    """Yield the rows of an engine's matrix, as views of adjacent rows, that no slice of whole rows covers."""
     starts = ((s.offset // parameter.stride(0), s.shape) for s in covered if s.shape[1:] == tuple(parameter.shape[1:]))
     free = 0
     for start, stop in [*sorted((at, at + shape[0]) for at, shape in starts), (parameter.shape[0],) * 2]:
@@ -364,7 +386,11 @@ def refuses_writes(model: torch.nn.Module) -> str | None:
 
 
 def _derives(module: Any, kind: str) -> bool:
-    """Return whether a layer with a hook for loaded weights derives something from them."""
+    """Return whether a layer that has `process_weights_after_loading` derives something from its weights there.
+
+    Args:
+        kind: the name of the layer's class.
+    """
     from vllm.v1.attention.backend import AttentionImpl
 
     if kind == "MMEncoderAttention":  # with 8 bits it derives scales
@@ -387,7 +413,10 @@ def _experts(module: Any, method: Any) -> str | None:
 
 
 def _has_sinks(impl: Any) -> bool:
-    """Return whether an attention backend may derive something from its sinks after loading.
+    """Return whether an attention backend may derive something from its attention sinks after loading.
+
+    Args:
+        impl: vLLM's `AttentionImpl` of a layer.
 
     FlashInfer's attention converts its sinks, if it has any, and nothing else; other backends are unknown, so True.
     """

@@ -28,6 +28,9 @@ class ServerError(HybridError):
 def require_websockets(user: str) -> None:
     """Raise ConfigError before training starts if the package `websockets` is not installed.
 
+    Args:
+        user: name of the function that needs it, for the message.
+
     Raises:
         ConfigError: `websockets` is not installed.
     """
@@ -43,9 +46,10 @@ def on_this_machine(url: str) -> bool:
 
 
 class Connection:
-    """One open connection, opened, used and closed on one event loop, with one request at a time.
+    """One connection to an environment's server, for one episode: one request at a time, on one event loop.
 
     Args:
+        socket: the open websocket.
         server: the server's name in messages, its address included.
     """
 
@@ -84,6 +88,10 @@ class Connection:
     async def ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         """Send one request and wait for its answer; the caller sets the deadline.
 
+        Args:
+            kind: the request's type, "reset" or "step".
+            data: its content, as JSON can hold it.
+
         Returns:
             The answer's data.
 
@@ -113,7 +121,7 @@ class Connection:
         return dict(content)
 
     async def close(self) -> None:
-        """End the episode, and wait up to `CLOSE_SECONDS` for the server to end it, which frees its place."""
+        """End the episode, and wait up to `CLOSE_SECONDS` for the server to end it, so that it can take another."""
         from websockets.exceptions import ConnectionClosed
 
         with contextlib.suppress(ConnectionClosed, TimeoutError):

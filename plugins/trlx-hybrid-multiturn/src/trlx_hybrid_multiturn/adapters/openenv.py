@@ -75,7 +75,12 @@ def from_openenv(
 def _episodes(
     connect: Callable[[], Any], action: str | Action, observation: str | Shown, columns: Sequence[str]
 ) -> Callable[[], OpenEnvEpisode]:
-    """Return a factory of episodes, given the action and the observation as functions or as names of fields."""
+    """Return a factory of environments, given the action and the observation as functions or as names of fields.
+
+    Args:
+        connect: makes a client of the server, once per episode.
+        action, observation, columns: as in `from_openenv`.
+    """
 
     def acted(completion: str) -> Any:
         return action(completion) if callable(action) else {action: completion}
@@ -91,14 +96,21 @@ def _episodes(
 
 
 class OpenEnvEpisode:
-    """An environment for one episode; it connects at `reset`."""
+    """An environment for one episode on an OpenEnv server; it connects at `reset`.
+
+    Args:
+        connect: makes a client with the methods of OpenEnv's own.
+        action: makes the server's action of a completion.
+        shown: makes what the model is shown of the server's observation.
+        columns: columns of the row that are passed to the server's `reset`.
+    """
 
     def __init__(self, connect: Callable[[], Any], action: Action, shown: Shown, columns: Sequence[str]) -> None:
         self._connect, self._action, self._shown, self._columns = connect, action, shown, columns
         self._peer: Any = None
 
     async def reset(self, row: Mapping[str, Any]) -> str | list[Message] | None:
-        """Connect and begin the episode."""
+        """Connect, begin the episode with the row's columns, and return what the model is shown first, or None."""
         missing = [name for name in self._columns if name not in row]
         if missing:
             raise ServerError(f"The dataset has no column {missing[0]!r}, which from_openenv(columns=…) names.")
@@ -124,7 +136,13 @@ class OpenEnvEpisode:
 
 
 class _Server:
-    """A client that talks to the server directly, with the methods of OpenEnv's own client."""
+    """A client of an OpenEnv server with the methods of OpenEnv's own client, whose package need not be installed.
+
+    Args:
+        url: address of the server's websocket.
+        name: the server's name in messages.
+        seconds: how long to wait for a connection.
+    """
 
     def __init__(self, url: str, name: str, seconds: float) -> None:
         self._url, self._name, self._seconds = url, name, seconds
@@ -187,7 +205,12 @@ def action_field(schema: Mapping[str, Any], given: str | None, server: str) -> s
 
 
 def observation_field(schema: Mapping[str, Any], given: str | None, server: str) -> str:
-    """Return the name of the observation's field that the model is shown; the arguments are as in `action_field`.
+    """Return the name of the observation's field that the model is shown.
+
+    Args:
+        schema: JSON schema of the server's observations.
+        given: the field named by the user; None selects the only text field.
+        server: the server's address, for messages.
 
     Raises:
         ConfigError: there is no field `given`, or none is named and there is not exactly one text field beside the name
@@ -217,7 +240,7 @@ def _refuse_unknown(what: str, given: str, fields: Sequence[str], server: str) -
 
 
 def addresses(server: str) -> tuple[str, str]:
-    """Return the server's address for HTTP, and the address of its websocket.
+    """Return the server's address for HTTP, and that of its websocket, from the address that the user gave.
 
     Raises:
         ConfigError: `server` is not an address.

@@ -68,6 +68,10 @@ class ReasoningGym:
 
     Attributes:
         tasks: reasoning-gym's entries, made once: some kinds of task come out differently when they are made again.
+        score: returns reasoning-gym's score of an answer, given the task's entry.
+        attempts: answers per episode at most.
+        feedback: the text that the model is shown after a wrong answer.
+        answer: extracts the answer from a completion.
     """
 
     def __init__(
@@ -113,7 +117,7 @@ class Attempts:
         self._task = self._gym.tasks[row["task"]]
 
     def step(self, completion: str) -> Step:
-        """Score the answer, and return the reward at the end, else the feedback."""
+        """Score the answer in a completion, and return the reward if the episode is over, else the feedback."""
         self._left -= 1
         score = float(self._gym.score(self._gym.answer(completion), self._task))
         if score >= 1.0 or self._left == 0:

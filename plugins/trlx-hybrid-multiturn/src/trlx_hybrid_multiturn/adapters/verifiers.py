@@ -108,7 +108,11 @@ class Verifiers:
 
 
 class VerifiersEpisode:
-    """An environment for one episode, which runs until verifiers ends it."""
+    """An environment for one episode, which runs until verifiers ends it.
+
+    Args:
+        address: host, port and secret path of the server in verifiers' process.
+    """
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -138,9 +142,14 @@ class VerifiersEpisode:
 
 
 def remainder(prompt: list[Message], asked: list[Message]) -> str | list[Message] | None:
-    """Return what must be added to a prompt to make it the conversation that verifiers asks.
+    """Return what must be added to a row's prompt to make it the conversation that verifiers asks the model.
 
-    The result is in the terms of `Environment.reset`: text for the last message, messages that follow, or None.
+    Args:
+        prompt: messages of the row's prompt.
+        asked: messages of verifiers' first request.
+
+    Returns:
+        Text to append to the prompt's last message, messages that follow the prompt, or None if nothing is added.
 
     Raises:
         ServerError: the conversation does not begin with the prompt.
@@ -159,7 +168,19 @@ def remainder(prompt: list[Message], asked: list[Message]) -> str | list[Message
 
 
 class _Process:
-    """A process that runs verifiers. It ends with the trainer's process, because its standard input closes then."""
+    """A process that runs verifiers. It ends with the trainer's process, because its standard input closes then.
+
+    Args:
+        taskset, python, env: as in `from_verifiers`.
+        seconds: how long its start may take.
+
+    Attributes:
+        address: host, port and secret path of the process's server.
+        stop: ends the process; safe to call twice.
+
+    Raises:
+        ConfigError: the process cannot be started, did not start in time, or cannot play the taskset.
+    """
 
     def __init__(self, taskset: str, python: str, env: Mapping[str, Any], seconds: float) -> None:
         try:
@@ -190,7 +211,10 @@ class _Process:
         self.address = f"127.0.0.1:{answer['port']}/{secret}"
 
     def _started(self, settings: dict[str, Any], seconds: float) -> dict[str, Any] | None:
-        """Return the first line that the process prints; None if it ended or the time passed without one."""
+        """Send the settings to the process, and return the JSON object that it prints first.
+
+        None if the process ended or `seconds` passed without one.
+        """
         process, output = self._process, self._process.stdout
         assert process.stdin is not None
         assert output is not None

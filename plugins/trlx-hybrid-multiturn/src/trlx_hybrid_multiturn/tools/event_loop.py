@@ -38,18 +38,18 @@ def gathered(
     loop: asyncio.AbstractEventLoop,
     slots: asyncio.Semaphore,
 ) -> Callable[[str], None]:
-    """Run coroutines together on `loop`; `done` gets an outcome whose value is the list of their outcomes, in order.
+    """Start coroutines together on a running event loop, and return at once.
 
     Args:
-        coroutines: names and coroutines.
+        coroutines: names of tools, and the coroutines of their calls.
         timeout: seconds that each may take, from its start.
         shown: converts a result into what the model is shown; called on the loop.
-        done: takes the outcome.
+        done: called at the end with one outcome, whose value is the list of the coroutines' outcomes, in order.
         loop: the event loop, which runs in another thread.
         slots: the loop's semaphore; each coroutine holds a slot while it runs, and starts when there is one.
 
     Returns:
-        A function that abandons the coroutines.
+        A function that cancels the coroutines; it takes a reason, which is not used.
     """
 
     async def everyone() -> None:
@@ -107,7 +107,7 @@ async def _one(
 
 
 async def _ended(coroutine: Coroutine[Any, Any, Any]) -> tuple[Any, BaseException | None]:
-    """Return a coroutine's result and what it raised, one of them None.
+    """Await a coroutine, and return its result and the exception that it raised; one of the two is None.
 
     A task that raised SystemExit or KeyboardInterrupt would end the event loop, with all tools on it.
     """

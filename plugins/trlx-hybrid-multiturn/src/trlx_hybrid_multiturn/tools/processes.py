@@ -63,7 +63,10 @@ class ProcessWorkers(ToolWorkers):
         self._pickling = threading.Lock()
 
     def refuses(self, function: Callable[..., Any], name: str | None = None) -> str | None:
-        """Return why a function cannot run in a process, as in `ToolWorkers`: it cannot be sent or is asynchronous."""
+        """Return why a function cannot run in a process, and what to do; None if it can.
+
+        It cannot if it is a method of an object, is asynchronous, or cannot be pickled.
+        """
         inner = innermost(function)
         name = name or getattr(inner, "__name__", type(inner).__name__)
         owner = getattr(inner, "__self__", None)
@@ -136,7 +139,7 @@ class ProcessWorkers(ToolWorkers):
         return Outcome(error=raised, seconds=seconds)
 
     def _taken(self, call: ToolCall) -> WorkerProcess:
-        """Return an idle process that still lives, the most recently used first, or a new one."""
+        """Return a process to make `call` in: the most recently used idle one that still lives, or a new one."""
         while True:
             with self._lock:
                 process = self._free.pop() if self._free else None
@@ -163,7 +166,7 @@ class ProcessWorkers(ToolWorkers):
         return lost
 
     def _pickle(self, function: Callable[..., Any]) -> bytes:
-        """Return the function's pickle, made at its first call."""
+        """Return the function's pickle, which is made at its first call and kept."""
         with self._pickling:
             known = self._pickled.get(id(function))
             if known is None:
@@ -176,10 +179,12 @@ class ProcessWorkers(ToolWorkers):
 
 
 class RefusedError(Exception):
-    """Raised where a process gave no answer that can be shown. The text continues "tool 'name' ...".
+    """Raised where a tool's process refused a call, or answered with something that the model cannot be shown.
+
+    The message follows "tool 'name'" in a sentence.
 
     Attributes:
-        by_tool: whether the tool itself wrote to the socket.
+        by_tool: whether the answer is the tool's own: it wrote to the socket by which its process reports results.
     """
 
     def __init__(self, text: str, *, by_tool: bool = False) -> None:
@@ -188,14 +193,14 @@ class RefusedError(Exception):
 
 
 class CrashError(Exception):
-    """Raised where a process is gone. The text continues "tool 'name' ..."."""
+    """Raised where a tool's process ended during a call. The message follows "tool 'name'" in a sentence."""
 
 
 class WorkerProcess:
     """A process that calls tools, as the trainer sees it. One thread at a time may use it, except for `kill`.
 
     Everything that its tools start, daemons included, ends with the process, and the process ends with the trainer,
-    however that ends: see `trlx_hybrid.process_tree`. Until then what tools started lives on, for the next call to use.
+    however that ends: see `trlx_hybrid.process_tree`. Until then, what tools started goes on running, for later calls.
     The process has a session of its own, so that the terminal's Ctrl-C reaches only the trainer. Its prints go to the
     trainer's stderr.
 
@@ -225,12 +230,19 @@ class WorkerProcess:
     def usable(self) -> bool:
         """Return whether the process can take calls.
 
-        A process that sent something without being asked cannot: it may have ended.
+        It cannot if it was killed or ended, or if its socket can be read though nothing was asked: then it may be
+        ending.
         """
         return not self._killed and self._process.poll() is None and not self._can_be_read()
 
     def ask(self, message: bytes) -> dict[str, Any]:
-        """Send a message and wait for its answer, see `worker_process`. Waits until the process is killed, if need be.
+        """Send a message to the process and wait for its answer; if none comes, until the process is killed.
+
+        Args:
+            message: a pickled function, or the pickled arguments of a call, as `worker_process` describes.
+
+        Returns:
+            The answer's `kind` and `content`, as `worker_process` describes them.
 
         Raises:
             CrashError: the process ended.
@@ -282,7 +294,7 @@ class WorkerProcess:
             self._process.wait(CRASH_SECONDS)
 
     def how_it_ended(self) -> str | None:
-        """Return how the process ended, in words that continue "tool 'name' ..."; None while it runs."""
+        """Return how the process ended, in words that follow "tool 'name'"; None while it runs."""
         code = self._process.poll()
         if code is None or code >= 0:
             return None if code is None else f"ended its process: exit code {code}."
@@ -300,7 +312,7 @@ class WorkerProcess:
 
 
 def _answer_in(body: bytes) -> dict[str, Any]:
-    """Return the answer that a process sent.
+    """Return the answer that a process sent, with its `kind` and `content`, after checking that it is harmless.
 
     Raises:
         NotPlainError: a value is not plain data.
@@ -319,9 +331,9 @@ def _answer_in(body: bytes) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def by_value_if_needed(function: Callable[..., Any]) -> Iterator[None]:
-    """Pickle the function's module by value where a process could not import it, such as a test's.
+    """Have cloudpickle send the function's module by value, within this context, if a process could not import it.
 
-    cloudpickle does so by itself for `__main__` only.
+    The module of a test is an example. cloudpickle does so by itself for `__main__` only.
     """
     module = sys.modules.get(getattr(innermost(function), "__module__", None) or "")
     if (
@@ -340,11 +352,11 @@ def by_value_if_needed(function: Callable[..., Any]) -> Iterator[None]:
 
 
 def _importable(name: str) -> bool:
-    """Return whether a fresh interpreter finds a module; `importlib.util.find_spec` only says what is loaded here.
+    """Return whether a fresh interpreter could import the module of this name.
 
-    Python takes a folder without `__init__.py` for a package. Whether it finds such a folder in the current directory
-    depends on how the trainer was started, and such a folder with the module's own name is something else. Both give
-    False.
+    `importlib.util.find_spec` does not tell, because it answers from the modules that are loaded here. Python takes any
+    folder without `__init__.py` for a package. The answer is False if the name leads to such a folder itself, or
+    through one in the current directory, which is found or not depending on how the trainer was started.
     """
     path: Sequence[str] | None = None
     parts = name.split(".")
@@ -368,7 +380,7 @@ def _here(folders: Iterable[str]) -> bool:
 
 
 def innermost(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function inside partial applications."""
+    """Return the function inside nested `functools.partial` objects."""
     while isinstance(function, functools.partial):
         function = function.func
     return function

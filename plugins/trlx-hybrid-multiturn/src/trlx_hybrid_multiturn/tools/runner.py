@@ -41,7 +41,15 @@ BOUND_TO_A_THREAD = (  # errors that libraries raise in the wrong thread: module
 
 @dataclass(slots=True)
 class ToolUsage:
-    """Counters of one tool's calls: wall time and processor time in seconds, and how many calls were cut off."""
+    """Counters of one tool's calls.
+
+    Attributes:
+        calls: number of calls.
+        seconds: wall time of all calls.
+        slowest: wall time of the longest call, in seconds.
+        cpu_seconds: processor time of all calls in threads.
+        cut_off: number of calls that the tool itself made end without a result: it took too long, or ended its process.
+    """
 
     calls: int = 0
     seconds: float = 0.0
@@ -50,7 +58,7 @@ class ToolUsage:
     cut_off: int = 0
 
     def add(self, outcome: Outcome) -> None:
-        """Count one call."""
+        """Count one call, given its outcome."""
         self.calls += 1
         self.seconds += outcome.seconds
         self.slowest = max(self.slowest, outcome.seconds)
@@ -63,7 +71,8 @@ class ToolRunner:
 
     Attributes:
         usage: counters per tool, since they were last cleared.
-        environment_methods: names in `usage` that cannot be moved to a process; each with its name in `tool_modes`.
+        environment_methods: names in `usage` that are methods of environments and so cannot run in a process; each with
+            the name by which the option `tool_modes` says where it runs.
     """
 
     def __init__(self, options: MultiTurnOptions) -> None:
@@ -85,7 +94,7 @@ class ToolRunner:
         return "main" if name in self._moved else self._options.tool_modes.get(name, self._options.tools)
 
     def beside_the_engine(self, name: str) -> bool:
-        """Return whether calls that `usage` has under this name run in threads of this process."""
+        """Return whether calls that `usage` has under this name run in threads of this process and slow the engine."""
         mode = self.mode(self.environment_methods.get(name, name))
         return mode == "thread" or (mode == "process" and name in self.environment_methods)
 
@@ -99,7 +108,7 @@ class ToolRunner:
 
         Args:
             tools: the synchronous tools of this batch, by name.
-            others: synchronous tools, some of which only rows of other batches have.
+            others: the synchronous tools of the whole run, by name, so that `tool_modes` may name them, too.
             asynchronous: names of the asynchronous tools.
 
         Raises:
@@ -122,11 +131,11 @@ class ToolRunner:
             )
 
     def shown(self, result: Any) -> Any:
-        """Return what the model is shown of a tool's result."""
+        """Return what the model is shown of a tool's result: a text or a list of content blocks, cut if too long."""
         return self.cut(as_content(result))
 
     def cut(self, answer: Any) -> Any:
-        """Return a text or a list unchanged, or cut with a note if it is too long."""
+        """Return a text or a list of content blocks, cut with a note if it is longer than the option `max_answer`."""
         return excerpt(answer, self._options.max_answer)
 
     @property
@@ -135,7 +144,7 @@ class ToolRunner:
         return self._threads.busy
 
     def running(self) -> list[tuple[str, float]]:
-        """Return name and seconds of each call that runs now, or waits for its turn on an event loop; longest first."""
+        """Return name and seconds so far of each call that runs, or waits on an event loop; longest first."""
         now = time.monotonic()
         awaited = [(name, now - since) for name, since in list(self._awaited.values())]
         return sorted([*self._threads.running(), *self._processes.running(), *awaited], key=lambda call: -call[1])
@@ -155,7 +164,8 @@ class ToolRunner:
             tool: the synchronous function.
             arguments: its keyword arguments.
             early: called with the value in the tool's own thread, while the engine steps; not for a process.
-            owner: the environment whose method the tool is. While a call of one of its methods hangs, none is called.
+            owner: the environment whose method the tool is, or None. While a call of one of its methods hangs, no
+                other is made, and the outcome is an error.
         """
         if owner is not None:
             self.environment_methods[name] = name
@@ -184,11 +194,11 @@ class ToolRunner:
         """Make one call in a thread of the pool, or in the trainer's own thread if `kind` runs there.
 
         A function that raises that it belongs to another thread is called again in the trainer's thread, where TRL runs
-        every tool, and all of its kind stay there.
+        every tool. From then on all calls of its kind run there.
 
         Args:
-            name: name for messages.
-            function: takes no arguments.
+            name: name of the tool or method, for messages.
+            function: makes the call; takes no arguments.
             kind: the name in `tool_modes`: the tool's name, or that of the environment's class or factory.
             owner: the environment whose method it is; no other method of it is called while this call hangs.
 
@@ -234,9 +244,12 @@ class ToolRunner:
         loop: asyncio.AbstractEventLoop | None,
         shown: Callable[[Any], Any] | None = None,
     ) -> list[Outcome]:
-        """Make asynchronous calls at once, on `loop` or, if None, on a loop of this runner.
+        """Make asynchronous calls at once, and return their outcomes in order when all are over.
 
-        `shown` converts each result into the outcome's value.
+        Args:
+            coroutines: names of tools, and the coroutines of their calls.
+            loop: the event loop to run them on; None for a loop of this runner.
+            shown: converts each result into the outcome's value; by default into what the model is shown.
         """
         shown = shown or self.shown
         if loop is None:
@@ -307,16 +320,24 @@ class ToolRunner:
 
 
 def call_here(function: Callable[[], Any], done: Callable[[Outcome], None]) -> Callable[[str], None]:
-    """Call a function in the trainer's thread. SystemExit and KeyboardInterrupt are raised, for they are the user's."""
+    """Call a function in the trainer's thread. SystemExit and KeyboardInterrupt are raised, for they are the user's.
+
+    Args:
+        function: makes the call; takes no arguments.
+        done: called with the outcome, before this returns.
+
+    Returns:
+        A function that does nothing: what `CallTool` calls to abandon a call, and this one is over.
+    """
     done(performed(function, Exception))
     return lambda reason: None
 
 
 def bound_to_a_thread(error: BaseException | None) -> str | None:
-    """Return the message of an error, or of its cause, that a library raised for being in the wrong thread; else None.
+    """Return the message of an error that a library raised because it was called in the wrong thread; else None.
 
-    The error must have come through frames with a file, or through the place where the tool was typed in. Other code
-    without a file is code that the tool executes, such as code that the model wrote, and then the error is that code's.
+    The error's causes are examined, too. An error that came through code without a file does not count, unless the tool
+    itself was typed in there: such code is what the tool executes, perhaps written by the model.
     """
     seen: set[int] = set()
     own = next((file for module, file in _frames(error) if module != __package__.partition(".")[0]), "")
@@ -336,6 +357,6 @@ def bound_to_a_thread(error: BaseException | None) -> str | None:
 
 
 def _frames(error: BaseException | None) -> list[tuple[str, str]]:
-    """Return package and file of each frame that an error came through; the frame that raised it is the last."""
+    """Return package and file of each frame in an error's traceback; the frame that raised it is the last."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__ if error is not None else None)]
     return [(str(frame.f_globals.get("__name__")).partition(".")[0], frame.f_code.co_filename) for frame in frames]

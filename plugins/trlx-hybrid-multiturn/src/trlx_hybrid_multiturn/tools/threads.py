@@ -1,4 +1,4 @@
-"""Tools in threads: no copies, no start-up, any function. But they share the interpreter, and none can be killed."""
+"""Pools that run tools, and the pool of threads: it takes any function, but cannot kill one that hangs."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class ToolCall:
         name: name of the tool in messages.
         context: copy of the submitter's context variables, as `asyncio.to_thread` makes it.
         taken: `time.monotonic()` when its time began; None while it waits.
-        expires: `time.monotonic()` when it is late.
-        late: the reason for a late call, which continues "tool 'name' ...".
-        by_tool: whether the tool itself caused that.
+        expires: `time.monotonic()` at its deadline; `math.inf` while it has none.
+        late: what to say if it passes the deadline, in words that follow "tool 'name'".
+        by_tool: whether the tool itself would be the cause of passing it.
         settled: whether the outcome is known and was reported.
     """
 
@@ -69,22 +69,27 @@ class ToolCall:
         self.done(outcome)
 
     def lose(self, reason: str, *, by_tool: bool = False) -> None:
-        """Settle the call as lost. `reason` continues a sentence that begins with the tool's name."""
+        """Settle the call as lost, which means that it will never answer.
+
+        Args:
+            reason: words that follow "tool 'name'" in the message.
+            by_tool: whether the tool itself caused the loss.
+        """
         self.settle(Outcome(lost=f"tool {self.name!r} {reason}", by_tool=by_tool, seconds=self.seconds()))
 
 
 class ToolWorkers:
-    """A pool of daemon threads that runs calls, at most `limit` at a time, first in, first out, and loses late ones.
+    """A pool of daemon threads that runs calls, first in, first out, and gives up those that pass their deadlines.
 
     `concurrent.futures` joins its threads when the interpreter exits, so that one hung tool would keep the process
-    alive. Subclasses decide how a call is performed, and what is done with a late one.
+    alive. Subclasses decide how a call is performed, and what is done with one that passed its deadline.
 
     Args:
         limit: threads of the pool. They start when there is work, and are reused.
     """
 
     interrupts = False
-    """True where calls that run can be ended."""
+    """True for a pool that can end a running call, as one of processes can."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -106,7 +111,7 @@ class ToolWorkers:
         return len(self._running)
 
     def running(self) -> list[tuple[str, float]]:
-        """Return name and seconds of each call that runs now, the longest first."""
+        """Return name and seconds so far of each call that runs now, the longest first."""
         with self._lock:
             return sorted(((call.name, call.seconds()) for call in self._running), key=lambda call: -call[1])
 
@@ -119,7 +124,7 @@ class ToolWorkers:
         *,
         name: str | None = None,
     ) -> ToolCall:
-        """Have `function(**arguments)` called by a worker. Returns at once.
+        """Have `function(**arguments)` called by a worker. Returns the call at once, before it has run.
 
         Args:
             function: a synchronous callable.
@@ -143,7 +148,7 @@ class ToolWorkers:
         return call
 
     def abandon(self, call: ToolCall, reason: str) -> None:
-        """Stop waiting for a call: it is lost at once for `reason`, which continues "tool 'name' ...".
+        """Stop waiting for a call, and settle it as lost. `reason` follows "tool 'name'" in the message.
 
         A waiting call is never started. A running call keeps its worker until the call ends or its deadline passes,
         unless the worker can be interrupted. Has no effect on a call that is over.
@@ -155,7 +160,10 @@ class ToolWorkers:
             self._interrupt(call)
 
     def close(self) -> None:
-        """End all idle threads; calls that wait or run are lost. Safe to call twice. Takes at most `CLOSE_SECONDS`."""
+        """End all idle threads, and settle waiting and running calls as lost. Safe to call twice.
+
+        Waits for the threads for at most `CLOSE_SECONDS`.
+        """
         with self._lock:
             self._closed = True
             waiting, running = list(self._queue), list(self._running)
@@ -174,22 +182,38 @@ class ToolWorkers:
                 thread.join(max(0.0, until - time.monotonic()))
 
     def _perform(self, call: ToolCall) -> Outcome:
-        """Perform the call in the calling thread, which does not hold the lock."""
+        """Make the call in the current thread, one of the pool's, and return its outcome. Called without the lock."""
         raise NotImplementedError
 
     def refuses(self, function: Callable[..., Any], name: str) -> str | None:
-        """Return why this function must not be called, and what to do; None if it may be. May be slow."""
+        """Return why the pool cannot call this function, and what to do; None if it can. May be slow.
+
+        Args:
+            function: the function.
+            name: name of the tool, with which the text begins.
+        """
         raise NotImplementedError
 
     def _interrupt(self, call: ToolCall) -> None:
         """Make a running call end soon, where that is possible. The caller holds the lock."""
 
     def _give_up(self, late: list[ToolCall]) -> list[tuple[ToolCall, str]]:
-        """Return which calls are lost, with the reasons, given the calls that are late. The caller holds the lock."""
+        """Give up calls that passed their deadlines. The caller holds the lock.
+
+        Returns:
+            The calls to settle as lost, which may be more, each with a reason that follows "tool 'name'".
+        """
         raise NotImplementedError
 
     def _expect(self, call: ToolCall, seconds: float, late: str, *, by_tool: bool = False) -> None:
-        """Start the call's time: it is late after `seconds`, for the reason `late`. The caller holds the lock."""
+        """Set the deadline of a running call to `seconds` from now. The caller holds the lock.
+
+        Args:
+            call: the call.
+            seconds: time until the deadline.
+            late: what to say if the call passes it, in words that follow "tool 'name'".
+            by_tool: whether the tool itself would be the cause.
+        """
         call.taken = time.monotonic()
         call.expires, call.late, call.by_tool = call.taken + seconds, late, by_tool
         if self._watcher is None:
@@ -199,7 +223,7 @@ class ToolWorkers:
             self._watch_again.notify()
 
     def _staff(self) -> None:
-        """Start as many threads as the queue needs and `limit` allows. The caller holds the lock."""
+        """Start as many threads as the waiting calls need and `limit` allows. The caller holds the lock."""
         self._work.notify()
         for _ in range(min(len(self._queue) - self._idle, self._limit - len(self._threads))):
             thread = threading.Thread(target=self._serve, name=f"tool-{len(self._threads)}", daemon=True)
@@ -246,7 +270,7 @@ class ToolWorkers:
             pass
 
     def _watch_once(self) -> bool:
-        """Sleep until the next deadline, and lose the calls that are late. Returns False when the pool is closed."""
+        """Sleep until the next deadline, or settle calls that passed theirs as lost. Returns False in a closed pool."""
         with self._lock:
             if self._closed:
                 return False
@@ -263,7 +287,10 @@ class ToolWorkers:
 
 
 def performed(function: Callable[[], Any], catching: type[BaseException]) -> Outcome:
-    """Call a function in the current thread and measure it. Exceptions outside of `catching` are raised."""
+    """Call a function in the current thread, and return its result or exception with its times as an outcome.
+
+    Exceptions that are not of the class `catching` are raised.
+    """
     started, cpu_started = time.perf_counter(), time.thread_time()
     value, raised = None, None
     try:
@@ -285,13 +312,13 @@ def taking_this_device() -> Callable[[], None]:
 class ThreadWorkers(ToolWorkers):
     """A pool that runs tools in daemon threads.
 
-    A call whose deadline passes is lost at once. Its thread hangs until the tool returns: the thread is counted, a new
-    one takes its place in the pool, and the late result is dropped. All threads compute on the GPU that was the current
-    one where the pool was made.
+    A call whose deadline passes is settled as lost at once. Its thread hangs until the tool returns: the thread is
+    counted, a new one takes its place in the pool, and the late result is dropped. All threads compute on the GPU that
+    was the current one where the pool was made.
 
     Args:
         limit: calls that run at once.
-        lost_limit: threads that may hang at once. With more, waiting calls are lost and `submit` raises.
+        lost_limit: threads that may hang at once. With more, waiting calls are settled as lost and `submit` raises.
     """
 
     def __init__(self, limit: int, lost_limit: int) -> None:
@@ -308,7 +335,7 @@ class ThreadWorkers(ToolWorkers):
         return call in self._hung
 
     def refuses(self, function: Callable[..., Any], name: str) -> str | None:
-        """Return why no function is called while too many threads hang, as in `ToolWorkers`; else None."""
+        """Return why no function is called now: more than `lost_limit` threads hang. None while that is not so."""
         return f"{name!r} is not called: {self._too_many()}" if len(self._hung) > self._lost_limit else None
 
     def _perform(self, call: ToolCall) -> Outcome:

@@ -36,17 +36,21 @@ HEADER = struct.Struct("!QQ")  # number and length
 
 
 class TooLongError(Exception):
-    """Raised where a message is longer than its reader accepts."""
+    """Raised where a message on the socket is longer than its reader accepts."""
 
 
 def send(channel: socket.socket, number: int, message: bytes) -> None:
-    """Write one message."""
+    """Write one message to a socket, with the number that the answer to it repeats."""
     channel.sendall(HEADER.pack(number, len(message)))
     channel.sendall(message)
 
 
 def receive(channel: socket.socket, limit: float = math.inf) -> tuple[int, bytes]:
-    """Read exactly one message.
+    """Read exactly one message from a socket.
+
+    Args:
+        channel: the socket.
+        limit: bytes that the message may have.
 
     Returns:
         The message's number, and its body.
@@ -123,7 +127,7 @@ class Worker:
             self._answer(number, *self._called(function, message))
 
     def _called(self, function: Callable[..., Any], message: bytes) -> tuple[str, Any]:
-        """Return kind and content of the answer to a call."""
+        """Call the function with the pickled arguments in `message`, and return kind and content of the answer."""
         try:
             arguments = pickle.loads(message)
         except Exception as error:
@@ -160,14 +164,17 @@ class Worker:
         send(self._channel, number, body)
 
     def _leave_if_forked(self, error: BaseException | None = None) -> None:
-        """Exit if this is a process that the tool forked, as a program does: with 0, or with the tool's error."""
+        """End this process if the tool forked it, so that it sends no answers of its own.
+
+        It ends as a script would: with exit code 0, or by the tool's `error` if the tool raised one.
+        """
         if os.getpid() != self._process:
             raise SystemExit if error is None else error
 
 
 @functools.lru_cache(FUNCTIONS)
 def loaded(pickled: bytes) -> Callable[..., Any]:
-    """Return the unpickled function, the same object for the same pickle."""
+    """Return the unpickled function. The same pickle gives the same object, as long as it is one of the last used."""
     return pickle.loads(pickled)  # type: ignore[no-any-return]
 
 

@@ -1,5 +1,5 @@
-"""The actor that holds one server. Requests and completions travel in batches, because a call of Ray costs more than a
-token."""
+"""The Ray actor that holds one server of the remote engine. Requests and completions travel in batches, because a call
+of Ray costs more than a token."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ in NCCL for the trainer, the other end of a weight sync's communicator."""
 
 
 Output = tuple[int, Completion | EngineError]
-"""The outcome of a request, with the request's number in its stream. The error is a `ServerDiedError` where the engine
-died."""
+"""A request's outcome, as (the request's key in its stream, completion or error). The error is a `ServerDiedError`
+where the engine died."""
 
 
 @dataclass(slots=True)
 class _Stream:
-    """The tasks and outputs of one stream of a trainer."""
+    """The requests of one rank's stream in this actor: their running tasks by key, and the outputs that wait to be
+    collected."""
 
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     outputs: asyncio.Queue[Output] = field(default_factory=asyncio.Queue)
 
 
 class EngineActor:
-    """An actor that holds a server. All methods are coroutines on one event loop, the server's.
+    """A Ray actor that samples on one server for all ranks. All methods are coroutines on one event loop, the server's.
 
     Args:
-        plan: the plan of the server.
+        plan: the pickled `ServerPlan`, from which `ready` builds the server.
     """
 
     def __init__(self, plan: Pickled) -> None:
@@ -53,7 +54,8 @@ class EngineActor:
         self._streams: defaultdict[str, _Stream] = defaultdict(_Stream)
 
     async def ready(self) -> tuple[bytes, str]:
-        """Build the engine, then return the reply to the start and the actor's location; see `ActorPool`."""
+        """Build and start the server. Returns a reply that says so and the actor's node and process, as `ActorPool`
+        wants them."""
         import ray
 
         plan: ServerPlan = self._plan.load()
@@ -63,14 +65,19 @@ class EngineActor:
         return reply_of(lambda: None), whereabouts()
 
     async def add(self, stream: str, requests: Sequence[tuple[int, Request]], sampling: Sampling) -> None:
-        """Start to sample requests. Their outputs wait until `collect` returns them."""
+        """Start to sample requests. Their outputs wait until `collect` returns them.
+
+        Args:
+            stream: the name of the caller's stream, unique among all ranks.
+            requests: (key in the stream, request).
+        """
         here = self._streams[stream]
         for key, request in requests:
             here.tasks[key] = asyncio.create_task(self._sample(here, key, request, sampling))
 
     async def collect(self, stream: str, seconds: float) -> list[Output]:
-        """Return the outputs that are ready, after waiting at most `seconds` for the first one. Even an empty list
-        shows that the actor lives."""
+        """Return the outputs of a stream that are ready, after waiting at most `seconds` for the first one. Even an
+        empty list shows that the actor lives."""
         outputs = self._streams[stream].outputs
         try:
             found = [await asyncio.wait_for(outputs.get(), seconds)]
@@ -82,25 +89,26 @@ class EngineActor:
         return found
 
     async def abort(self, stream: str, keys: Sequence[int]) -> None:
-        """Cancel requests. Their outputs never come."""
+        """Cancel the requests of a stream with these keys. They get no outputs."""
         for key in keys:
             if key in self._streams[stream].tasks:
                 self._streams[stream].tasks.pop(key).cancel()
 
     async def end(self, stream: str) -> None:
-        """End a stream, and cancel all of its requests."""
+        """End a stream: cancel its requests, and forget its outputs."""
         for task in self._streams.pop(stream, _Stream()).tasks.values():
             task.cancel()
 
     async def call(self, method: str, arguments: Sequence[Any] = ()) -> Any:
-        """Call a method of the server for the weight sync, see `EngineServer.call`. Every server knows "check"."""
+        """Call a method of the server by its name, for the weight sync, see `EngineServer.call`. Every server knows
+        "check", which tests whether it is alive."""
         if method == "check":
             return await self._running.check()
         return await self._running.call(method, *arguments)
 
     async def close(self) -> None:
-        """End the engine and every process that it started. After this only the actor itself is left, and the caller
-        kills it next."""
+        """Close the server and end every process that it started. After this only the actor itself is left, and the
+        caller kills it next."""
         with contextlib.suppress(Exception):  # no error while closing may leave processes behind
             if self._server is not None:
                 await asyncio.wait_for(asyncio.to_thread(self._server.close), CLOSE_SECONDS)

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 def served_by(session: Session, options: RemoteOptions) -> tuple[Component, Any]:
-    """Return the chosen server component and its options: the user's, and TRL's arguments for options that the user did
-    not set.
+    """Return the `server` component that the options choose, and its options. TRL's arguments fill options that the
+    user did not set.
 
     Raises:
         ComponentError: no plugin offers the component, or it cannot work here.
@@ -49,11 +49,11 @@ def served_by(session: Session, options: RemoteOptions) -> tuple[Component, Any]
 
 
 class RemoteEngine:
-    """An engine made of servers in Ray actors; see `trlx_hybrid.serving.ServedEngine`. Its memory is in other
-    processes, so it neither sleeps nor wakes.
+    """An engine that samples on vLLM servers in Ray actors; it implements `trlx_hybrid.serving.ServedEngine`. Its
+    memory is in other processes, so it neither sleeps nor wakes.
 
     Attributes:
-        pool: the engines that it consists of.
+        pool: the actors, called engines here, that it samples on.
     """
 
     sleeps = False
@@ -77,7 +77,8 @@ class RemoteEngine:
     # --- sampling ---------------------------------------------------------------------------------------------------
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """Sample on all engines. A request's tokens do not depend on the engine that samples it."""
+        """Sample completions for all requests on all engines, and return them in the order of the requests. A request's
+        tokens do not depend on the engine that samples it."""
         with self.stream(sampling) as stream:
             keys = [stream.add(request) for request in requests]
             completions: dict[int, Completion] = {}
@@ -86,7 +87,8 @@ class RemoteEngine:
         return [completions[key] for key in keys]
 
     def stream(self, sampling: Sampling) -> AbstractContextManager[RemoteStream]:
-        """Open a stream of single requests. Several ranks need not step together."""
+        """Open a stream to which requests are added one by one. Several ranks may have streams at a time, and need not
+        step together."""
         channel = f"{self._session.ranks.rank}-{secrets.token_hex(8)}"
         return RemoteStream(self.pool, self._holding(), sampling, channel, self._options.deadline, self._revived).open()
 
@@ -94,11 +96,11 @@ class RemoteEngine:
         return [number for number in self.pool.replicas if number in self._current]
 
     def _revived(self) -> list[int]:
-        """Replace the engines after the last one died, and give the new ones the current weights. Returns their
-        numbers.
+        """Start new engines after the last one died, and give them the current weights. Returns their numbers.
 
         Raises:
-            EngineError: this process cannot do it alone, or the sync failed; names the engine that died and why.
+            EngineError: there are several training processes, of which one cannot do it alone, or the sync failed;
+                names the engine that died and why.
         """
         session = self._session
         last = self.pool.causes[-1] if self.pool.causes else "none was started"
@@ -119,24 +121,26 @@ class RemoteEngine:
 
     @property
     def weights_lost(self) -> bool:
-        """True where an engine has joined since the last sync, or no engine was ever given weights."""
+        """True where some engine does not hold the weights of the last sync: it has joined since, or no sync has
+        happened yet."""
         return not self.pool.replicas.keys() <= self._current or not self._current
 
     def load_weights(self, weights: NamedTensors) -> LoadReport:
-        """Raise an EngineError: weights reach remote engines through `weights="transfer"`."""
+        """Raise an EngineError: weights reach remote engines only through the weight sync `transfer`, not through this
+        method."""
         raise EngineError("Weights reach remote engines through weights='transfer'. Let weights='auto' choose it.")
 
     def differing(self, weights: NamedTensors) -> list[str]:
-        """Raise an EngineError: the weight sync `weights="transfer"` compares the weights of remote engines."""
+        """Raise an EngineError: the weight sync `transfer` compares the weights of remote engines, not this method."""
         raise EngineError("What remote engines hold is compared by weights='transfer'. Let weights='auto' choose it.")
 
     def weights_written(self) -> None:
-        """Record that every engine holds the policy's weights."""
+        """Record, after a weight sync, that every engine holds the policy's weights."""
         self._current = frozenset(self.pool.replicas)
 
     @property
     def address(self) -> str:
-        """The address of this process's node, as the cluster knows it."""
+        """The IP address of this process's node, as the Ray cluster knows it."""
         import ray
 
         return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
@@ -147,12 +151,22 @@ class RemoteEngine:
         return tuple(sorted(self.pool.replicas))
 
     def restore(self) -> None:
-        """Replace dead engines; see `ServedEngine.restore`."""
+        """Replace dead engines by new ones, as `ServedEngine.restore` describes. Collective."""
         self.pool.restore()
 
     def call(self, method: str, arguments: Sequence[Sequence[Any]], deadline: float) -> list[Any]:
-        """Call a method of each engine; see `ServedEngine.call`. An engine's death is raised at once, because the other
-        engines may wait for the dead one."""
+        """Call a method of every engine's server, and return the results in the order of `servers`; see
+        `ServedEngine.call`. An engine's death is raised at once, because the other engines may wait for the dead one.
+
+        Args:
+            method: the name of the server's method.
+            arguments: for each engine, the arguments.
+            deadline: seconds for all calls together.
+
+        Raises:
+            ServerDiedError: an engine died.
+            EngineError: the method raised, or an engine did not answer in time.
+        """
         from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
         replicas = [self.pool.replicas[number] for number in self.servers]
@@ -177,21 +191,23 @@ class RemoteEngine:
         """Do nothing: the engines have memory of their own."""
 
     def wake(self, what: str) -> None:
-        """Replace dead engines before the weights are needed. Collective."""
+        """Replace dead engines where `what` is "weights", which is before a weight sync; otherwise do nothing.
+        Collective."""
         if what == "weights":
             self.pool.restore()
 
     def resident(self, what: str) -> list[Any]:
-        """Return an empty list: the engines hold nothing on this device."""
+        """Return an empty list: the engine holds no tensors on this process's device."""
         return []
 
     def close(self) -> None:
-        """End the engines."""
+        """End the engines' actors and give their resources back."""
         self.pool.close()
 
 
 def _gpus_of_trainers(session: Session) -> Mapping[str, Sequence[str]]:
-    """Return, by node, the GPUs that ranks train on without Ray knowing that they are in use. Collective."""
+    """Return, by the node's id, the GPUs that ranks train on while Ray takes them to be free, because the ranks were
+    not started through Ray. Collective."""
     import ray
 
     context, device = ray.get_runtime_context(), session.policy.device

@@ -21,7 +21,7 @@ class RemoteOptions:
         gpus: the GPUs that each of an engine's processes takes; by default 1, or 0 where the server computes on CPUs.
         cpus: the CPUs that each of an engine's processes takes.
         strategy: "pack" puts engines on as few nodes as it can, "spread" on as many.
-        server: the name of the `server` component that runs in the actors.
+        server: the name of the `server` component that samples in the actors, such as "vllm".
         server_options: the options of the server. For "vllm" they are the options of `engine="vllm"`. TRL's `vllm_*`
             arguments fill the fields of the same names, except sleep mode: remote engines have memory of their own.
         start_deadline: seconds for engines to start, imports included.

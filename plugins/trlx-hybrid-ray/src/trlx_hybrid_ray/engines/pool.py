@@ -1,4 +1,5 @@
-"""The engines of one run. Rank 0 of the training reserves GPUs, starts the engines, replaces dead ones and ends all.
+"""The engines of one run, each a Ray actor. Rank 0 of the training reserves GPUs, starts the engines, replaces dead
+ones and ends all.
 
 The other ranks get handles of the same actors from rank 0. No actor is looked up by name.
 """
@@ -28,24 +29,25 @@ if TYPE_CHECKING:
     from .options import RemoteOptions
 
 CHECK_SECONDS = 20.0
-"""Seconds that a living engine may take to answer a check. Its event loop runs nothing that takes long."""
+"""Seconds within which a living engine answers a call. Its event loop runs nothing that takes long."""
 CLOSE_SECONDS = 10.0
 
 CALLS_OF_A_RANK, CALLS_OF_ALL = 4, 1000
-"""Calls that an actor serves at once. Each rank keeps one `collect` call open, and makes others beside it. With Ray's
-limit of 1,000, calls of many ranks, and the check for dead engines, would have to wait for other calls to end."""
+"""Calls that an engine's actor serves at once: so many for each rank, and so many beside. Each rank keeps one `collect`
+call open, and makes others beside it. With Ray's limit of 1,000, calls of many ranks, and the check for dead engines,
+would have to wait for other calls to end."""
 
 
 class EnginePool:
-    """The living engines of a run, and their replacements.
+    """The engines of a run that are alive. Dead ones are replaced, up to `RemoteOptions.restarts` of them.
 
     Args:
-        trainers: by node, the GPUs that ranks train on without Ray knowing.
+        trainers: by the node's id, the GPUs that ranks train on while Ray takes them to be free.
 
     Attributes:
         replicas: the living engines, by number. A replacement has the index of the engine that it replaces, and a new
             number. On ranks other than 0, the engines of the last `restore` that this rank has not seen die.
-        causes: the causes of all deaths that this rank knows of, in order.
+        causes: for each engine whose death this rank knows of, a sentence that names engine and cause, in order.
     """
 
     def __init__(
@@ -68,7 +70,13 @@ class EnginePool:
         )
 
     def lose(self, number: int, cause: str) -> None:
-        """Remove an engine that died or must be killed. Rank 0 starts to replace it at once, in the background."""
+        """Remove an engine that died or must be killed. Rank 0 starts to replace it at once, in the background;
+        `restore` waits for the new one.
+
+        Args:
+            number: the engine's key in `replicas`.
+            cause: why it is removed, for messages.
+        """
         replica = self.replicas.pop(number, None)
         if replica is None:
             return
@@ -105,7 +113,11 @@ class EnginePool:
     # --- rank 0 -----------------------------------------------------------------------------------------------------
 
     def _restored(self, seen: Sequence[Mapping[int, str]]) -> dict[int, Worker]:
-        """Replace the engines that ranks have seen die, and return the living engines, by number."""
+        """Do rank 0's part of `restore`: replace dead engines, and return the living ones, by number.
+
+        Args:
+            seen: for each rank, the causes of the deaths that it saw, by the engine's number.
+        """
         try:
             for number, cause in itertools.chain.from_iterable(theirs.items() for theirs in seen):
                 self.lose(number, cause)
@@ -139,7 +151,8 @@ class EnginePool:
         return dict(sorted(self.replicas.items()))
 
     def _check(self) -> None:
-        """Find the engines that died while no rank sampled from them."""
+        """Ask every engine for an answer, and remove those that give none: they may have died while no rank sampled
+        from them."""
         from ray.exceptions import GetTimeoutError, RayError
 
         asked = {replica: replica.handle.call.remote("check") for replica in self.replicas.values()}
@@ -151,8 +164,11 @@ class EnginePool:
 
 
 def reserved(plan: ServerPlan, options: RemoteOptions, trainers: Mapping[str, Sequence[str]]) -> list[Placement]:
-    """Reserve a bundle for each engine. The GPUs that trainers use without Ray knowing are reserved first, so that Ray
-    does not give them to engines.
+    """Reserve a bundle of resources for each engine. Returns the placements, the engines' last. The GPUs that trainers
+    use without Ray knowing are reserved first, so that Ray does not give them to engines.
+
+    Args:
+        trainers: as `EnginePool` takes it.
 
     Raises:
         ConfigError: the resources make no sense.
@@ -191,7 +207,8 @@ def reserved(plan: ServerPlan, options: RemoteOptions, trainers: Mapping[str, Se
 
 
 def gpu_name(device: torch.device) -> str:
-    """Return a CUDA device of this process as its node, and Ray, number it."""
+    """Return the number (or UUID) by which the node, and Ray, know a CUDA device of this process.
+    `CUDA_VISIBLE_DEVICES` may have renumbered it."""
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     index = device.index or 0
     return visible[index] if index < len(visible) else str(index)

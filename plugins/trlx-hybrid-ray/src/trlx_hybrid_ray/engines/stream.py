@@ -1,5 +1,5 @@
-"""A stream of requests to the engines: it assigns them, collects completions, and sends requests again where an engine
-dies."""
+"""A stream of requests to the remote engines. It assigns requests to engines, collects the completions, and sends
+requests to another engine where one dies."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ WAIT = 1.0  # seconds of one wait where there is no other work
 
 
 class RemoteStream:
-    """A stream over all engines that hold the current weights. Ranks share the engines, without coordination.
+    """A stream of requests over all engines that hold the current weights. Every rank has streams of its own to the
+    same engines, without coordination.
 
     A request carries its seed, so an engine that takes over a request of a dead one samples the same tokens, from the
     beginning.
 
     Args:
-        servers: numbers of the engines to use.
+        servers: the numbers of the engines to use, keys of `pool.replicas`.
         channel: a name that no other stream has.
-        deadline: seconds that an engine may work without finishing a request.
+        deadline: seconds that an engine may work without finishing a request; then it counts as dead.
         revive: called when no engine is left. It returns the numbers of new engines that hold the current weights, or
             raises.
     """
@@ -59,14 +60,15 @@ class RemoteStream:
         self._next = 0
 
     def add(self, request: Request) -> int:
-        """Queue a request and return its key; the next step sends it."""
+        """Queue a request, which the next step sends. Returns the request's key, which comes back with its
+        completion."""
         key, self._next = self._next, self._next + 1
         self._requests[key] = request
         self._unsent.append(key)
         return key
 
     def abort(self, key: int) -> None:
-        """Abort a request and free its resources. A request that has finished is ignored."""
+        """Abort the request with this key and free its resources. A request that has finished is ignored."""
         if self._requests.pop(key, None) is None:
             return
         server = self._router.done(key)
@@ -76,7 +78,13 @@ class RemoteStream:
             self._pool.replicas[server].handle.abort.remote(self._channel, [key])
 
     def step(self, more: bool) -> tuple[list[tuple[int, Completion]], bool]:
-        """Send queued requests, and return finished ones, after waiting a moment where none has finished yet."""
+        """Send queued requests, and return the requests that have finished as (key, completion). Where none has
+        finished, it first waits for a moment.
+
+        Args:
+            more: whether the caller will go on stepping. It is returned as the second value, because ranks need not
+                step together here.
+        """
         return self.advance(TICK), more
 
     @property
@@ -85,7 +93,12 @@ class RemoteStream:
         return bool(self._requests)
 
     def advance(self, wait: float) -> list[tuple[int, Completion]]:
-        """Send queued requests, and return finished ones, after waiting at most `wait` seconds for the first."""
+        """Send queued requests, and return the requests that have finished as (key, completion), after waiting at most
+        `wait` seconds for the first.
+
+        Raises:
+            EngineError: an engine refused a request, or none is left and none can be started.
+        """
         import ray
 
         self._send()
@@ -108,7 +121,7 @@ class RemoteStream:
 
     @contextmanager
     def open(self) -> Iterator[RemoteStream]:
-        """Keep the stream open for a `with` block. At the end, unfinished requests are aborted."""
+        """Keep the stream open for the length of a `with` block. At its end, unfinished requests are aborted."""
         try:
             yield self
         finally:
@@ -182,11 +195,11 @@ class RemoteStream:
 
 
 class Router:
-    """The choice of an engine for each request. Pure: it only counts requests, and does not use Ray.
+    """The choice of an engine for each request of a stream. It only counts requests, and does not use Ray.
 
-    Later turns of a trajectory go to the engine of its first turn, which has its prefix cached. A new trajectory goes
-    to the engine with the fewest requests. Ties go to the engine with fewer trajectories, then to the lower number, so
-    that the same requests in the same order are assigned alike.
+    Later turns of a trajectory, which have the same `Request.row`, go to the engine of its first turn, which has its
+    prefix cached. A new trajectory goes to the engine with the fewest requests. Ties go to the engine with fewer
+    trajectories, then to the lower number, so that the same requests in the same order are assigned alike.
 
     Args:
         servers: the numbers of the living engines.
@@ -199,12 +212,17 @@ class Router:
 
     @property
     def servers(self) -> tuple[int, ...]:
-        """The numbers of the living engines."""
+        """The numbers of the engines that are alive."""
         return tuple(self._requests)
 
     def assign(self, request: int, row: int) -> int:
-        """Return the engine for a request of a row. An engine must be left, and the request must not be assigned
-        yet."""
+        """Choose an engine for a request, record the choice, and return the engine's number. At least one engine must
+        be left, and the request must not be assigned yet.
+
+        Args:
+            request: the request's key.
+            row: the row of the batch to which the request belongs; the turns of a trajectory share it.
+        """
         server = self._home.get(row)
         if server is None:
             server = min(self._requests, key=lambda s: (len(self._requests[s]), self._rows[s], s))
@@ -214,25 +232,26 @@ class Router:
         return server
 
     def done(self, request: int) -> int | None:
-        """Remove a request that has finished or was aborted, and return the engine that had it, or None."""
+        """Remove a request that has finished or was aborted. Returns the number of the engine that had it, or None
+        where it was not assigned."""
         server = next((server for server, requests in self._requests.items() if request in requests), None)
         if server is not None:
             del self._requests[server][request]
         return server
 
     def load(self, server: int) -> int:
-        """Return the number of requests that an engine has."""
+        """Return the number of unfinished requests that an engine has."""
         return len(self._requests[server])
 
     def lose(self, server: int) -> list[int]:
-        """Remove a dead engine and return its requests, in the order of their arrival. Its requests and its rows are no
-        longer assigned."""
+        """Remove a dead engine, and return the keys of its requests in the order of their arrival, so that they can be
+        assigned again. Its trajectories may then go to any engine."""
         requests = list(self._requests.pop(server, ()))
         self._home = {row: home for row, home in self._home.items() if home != server}
         self._rows.pop(server, None)
         return requests
 
     def join(self, server: int) -> None:
-        """Add an engine."""
+        """Add an engine, to which requests may go from now on."""
         self._requests.setdefault(server, {})
         self._rows.setdefault(server, 0)

@@ -1,5 +1,6 @@
-"""A weight transfer over gloo, through host memory. vLLM's own transfer engines all need GPUs, and an NCCL that it can
-use.
+"""A weight transfer over gloo, through host memory, for machines where vLLM's own transfer engines do not work.
+
+These all need GPUs, and an NCCL that vLLM can use.
 
 It is registered with vLLM's two factories and driven as its `nccl` engine is: the trainer's rank 0 hosts a store, every
 worker of every engine joins it, and an update is a series of broadcasts. Every wait ends with the deadline.
@@ -40,7 +41,7 @@ WATCH_EVERY = 2.0  # seconds
 
 @functools.cache
 def register() -> None:
-    """Register the transfer with vLLM's factories in this process.
+    """Register this module's weight transfer as "gloo" with vLLM's factories in this process.
 
     Raises:
         ValueError: something else is registered under its name.
@@ -50,12 +51,12 @@ def register() -> None:
 
 
 class GlooGroup:
-    """A process group of the trainer's rank 0 and all workers, separate from their other process groups.
+    """A process group of the trainer's rank 0 and all workers of the engines, separate from their other groups.
 
     Args:
         info: the address of the store, and the settings of the group.
         rank: this process's rank in the group.
-        listener: of rank 0, a listening socket; the other ranks connect to it.
+        listener: on rank 0, the listening socket to which the other ranks connect; None on these.
     """
 
     def __init__(self, info: GlooInitInfo, rank: int, listener: socket.socket | None = None) -> None:
@@ -83,7 +84,7 @@ class GlooGroup:
         self._group: Any = ProcessGroupGloo(PrefixStore("weights", self._store), rank, world, self._timeout)
 
     def broadcast(self, message: Tensor) -> None:
-        """Broadcast a message from rank 0, in place, byte by byte: gloo does not know all dtypes."""
+        """Broadcast a tensor from rank 0 into that of the other ranks, as bytes: gloo does not know all dtypes."""
         if not message.numel():
             return
         from torch.distributed.distributed_c10d import BroadcastOptions
@@ -100,7 +101,12 @@ class GlooGroup:
 class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     """The address where the trainer waits, and the settings of the transfer.
 
-    `rank_offset` is the rank of this engine's first worker, `deadline` the seconds for every wait for another process.
+    Attributes:
+        master_address, master_port: the address of the trainer's store.
+        rank_offset: the rank of this engine's first worker in the group.
+        world_size: rank 0 of the trainer and all workers of all engines.
+        deadline: how many seconds any wait for another process may take.
+        bucket_bytes: the largest message, unless a single tensor is larger.
     """
 
     master_address: str
@@ -128,18 +134,18 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):  # type: ignore[misc]
         self.model_update_group = GlooGroup(init_info, rank)
 
     def start_weight_update(self) -> None:
-        """Begin an update."""
+        """Begin a weight update: on a GPU, vLLM prepares its layers for a reload; on a CPU nothing is needed."""
         if self.device.type != "cpu":
             super().start_weight_update()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive and load all weights. The base class would wait for an accelerator that may not be there."""
+        """Receive and load all weights; unlike the base class, without an accelerator that it synchronizes with."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
-        """Receive the messages, with one load for each; only one message is held at a time."""
+        """Receive the messages one by one, and load the tensors of each before the next one is received."""
         if self.model_update_group is None:
             raise RuntimeError("init_weight_transfer_engine comes before update_weights")
         columns = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
@@ -160,9 +166,13 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):  # type: ignore[misc]
 
 @dataclass
 class GlooTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
-    """The settings of the trainer's end.
+    """The settings of the trainer's end of the transfer.
 
-    `master_address` is this machine's, as engines reach it; `world_size` counts rank 0 and all workers.
+    Attributes:
+        master_address: this machine's address, as the engines reach it.
+        world_size: rank 0 of the trainer and all workers of all engines.
+        deadline: how many seconds any wait for another process may take.
+        bucket_bytes: the largest message, unless a single tensor is larger.
     """
 
     backend: ClassVar[str] = NAME
@@ -174,9 +184,9 @@ class GlooTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
 
 
 class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
-    """The trainer's end of the transfer: rank 0 sends, the others only read.
+    """The trainer's end of the transfer: rank 0 sends the policy's tensors.
 
-    Reading sharded weights takes all ranks.
+    The other ranks only read them, because it takes all ranks to gather sharded ones.
     """
 
     init_info_cls = GlooTrainerInitInfo
@@ -190,7 +200,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
     def trainer_init(
         cls, init_info: GlooTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
     ) -> GlooTrainerWeightTransferEngine:
-        """Host the store and wait for every worker."""
+        """Return this rank's end of the transfer; rank 0 first opens the group and waits until every worker joined."""
         assert source is not None, "the whole model is sent each time, from a source"
         engine = cls(client=client, source=source, info=init_info)
         if not engine.is_sender:
@@ -204,7 +214,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
         return engine
 
     def send_weights(self) -> None:
-        """Send all weights of the source. Engines load each message while the next one is read."""
+        """Send all of the policy's weights to the engines, which load each message while the next one is read."""
         described = metadata_of(self.source)
         if not self.is_sender:
             for _ in self.source:
@@ -234,7 +244,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
 
 
 def metadata_of(source: WeightSource) -> list[ParamMeta]:
-    """Return the metadata of a source: until vLLM 0.32 it is a method, then an attribute."""
+    """Return name, dtype and shape of a source's tensors. Until vLLM 0.32 `metadata` is a method, then an attribute."""
     found: Any = source.metadata
     return list(found() if callable(found) else found)
 
@@ -243,7 +253,10 @@ def metadata_of(source: WeightSource) -> list[ParamMeta]:
 
 
 def messages(tensors: Iterable[ParamMeta], limit: int) -> Iterator[list[ParamMeta]]:
-    """Group tensors into messages: neighbours of one dtype, of at most `limit` bytes or a single larger tensor."""
+    """Group tensors, in their order, into messages of one dtype and at most `limit` bytes.
+
+    A tensor that is larger is a message by itself.
+    """
     held: list[ParamMeta] = []
     size = 0
     for tensor in tensors:
@@ -274,18 +287,19 @@ def unpacked(message: Tensor, described: Sequence[ParamMeta]) -> list[tuple[str,
 def in_threads(
     *works: Callable[[], Any], seconds: float = math.inf, watch: Callable[[], None] = lambda: None
 ) -> list[Any]:
-    """Run all works at once, each in a thread on this thread's device, without gradients; return their results in
-    order.
+    """Run functions at the same time, each in a thread on this thread's device, without gradients; return their results
+    in order.
 
     The first error is raised without waiting for the other threads, which may be waiting for what has just failed. They
     end with their own deadlines, or with the process.
 
     Args:
-        seconds: that all works together may take.
-        watch: called while the works run; an error that it raises ends the wait as one of theirs would.
+        works: functions without arguments.
+        seconds: how long all of them together may take.
+        watch: called every few seconds while they run; an error that it raises ends the wait, as one of theirs does.
 
     Raises:
-        TimeoutError: the works took longer.
+        TimeoutError: the functions took longer.
     """
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 

@@ -26,7 +26,9 @@ REMEDY = "Let VLLM_NCCL_SO_PATH name a libnccl.so.2 that fits vLLM"
 
 
 def backend_of(session: Session) -> str:
-    """Return the backend that was chosen, or the usual one for the device that the engines compute on.
+    """Return the name of vLLM's weight-transfer backend: the one that the options choose, or for "auto" the usual one.
+
+    That is `nccl` where vLLM can use it, else `gloo`.
 
     Raises:
         ConfigError: `nccl` was chosen, and vLLM cannot use it here.
@@ -65,7 +67,12 @@ def nccl_missing() -> str | None:
 
 
 def init_info(backend: str, fields: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """Return a backend's trainer-side init info, from the `fields` that it has and the user's `options`.
+    """Return the object with which vLLM opens the trainer's end of a weight transfer (the backend's init info).
+
+    Args:
+        backend: its name.
+        fields: values that backends may need; those that the backend's init info does not have are left out.
+        options: `TransferOptions.backend_options`, which win.
 
     Raises:
         ConfigError: vLLM knows no such backend, or the backend needs fields that nobody gave.
@@ -102,7 +109,7 @@ class GroupClient:
         self._call("init_weight_transfer_engine", [(info,) for info in infos])
 
     def start_weight_update(self) -> None:
-        """Begin an update."""
+        """Let all servers begin a weight update."""
         self._call("start_weight_update", [()] * len(self._engine.servers))
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
@@ -122,11 +129,14 @@ class GroupClient:
 
 
 class PolicySource(WeightSource):  # type: ignore[misc]
-    """Full tensors under checkpoint names, adapters merged. Reading is collective: every rank reads all of it.
+    """The policy's full tensors under checkpoint names, with adapters merged, for vLLM's weight transfer.
+
+    They are read one by one, in a pass between `begin` and `finish`. Reading is collective: every rank reads them all.
 
     Attributes:
-        described: name, dtype and shape of each tensor as the policy has it, in order; read by one pass.
-        wire: dtypes to cast tensors to before they are sent; tensors that are not named keep theirs.
+        described: name, dtype and shape of each tensor as the policy has it, in order; making the source reads all
+            tensors once for it.
+        wire: by name, the dtypes to which tensors are cast before they are sent; the others keep theirs.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -138,7 +148,7 @@ class PolicySource(WeightSource):  # type: ignore[misc]
 
     @property
     def bytes(self) -> int:
-        """The bytes of one pass, as sent."""
+        """The bytes that are sent in one pass, over all tensors."""
         return sum(torch.Size(m.shape).numel() * m.dtype.itemsize for m in self.as_sent())
 
     def as_sent(self) -> list[ParamMeta]:
@@ -153,7 +163,7 @@ class PolicySource(WeightSource):  # type: ignore[misc]
         self.__dict__.pop("metadata", None)
 
     def begin(self) -> None:
-        """Start a pass on every rank. `finish` reads the tensors that nobody has read."""
+        """Start a pass over all tensors, on every rank. `finish` must end it."""
         self._pass = self._policy.full_weights()
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -164,11 +174,17 @@ class PolicySource(WeightSource):  # type: ignore[misc]
     iter_full = __iter__  # as vLLM calls it from 0.33 on
 
     def finish(self) -> None:
-        """Read the rest of the pass where this rank failed: the other ranks read on, and wait for it at each tensor."""
+        """Read what is left of the pass.
+
+        Something is left where sending failed on this rank: the other ranks read on, and wait for it at each tensor.
+        """
         while self._next() is not None:
             pass
 
     def _next(self) -> tuple[str, Tensor] | None:
-        """Return the next tensor of the pass, under a lock: a sender that was given up may still be reading."""
+        """Return name and tensor of the next tensor of the pass; None at its end.
+
+        It takes a lock, because a thread that was given up while it sent may still be reading.
+        """
         with self._reading:
             return next(self._pass, None)

@@ -1,4 +1,4 @@
-"""A server with vLLM's `AsyncLLM` in a process of its own, and the plan that the trainer's process makes of it."""
+"""A server with vLLM's `AsyncLLM` in a process of its own, and the plan from which it is built, made by the trainer."""
 
 from __future__ import annotations
 
@@ -43,16 +43,20 @@ STAYING = ("VLLM_DIST_IDENT", "VLLM_HOST_IP", "VLLM_PORT", "HF_HOME", "HF_TOKEN"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VLLMServerPlan:
-    """The plan of vLLM's servers, see `trlx_hybrid.serving.ServerPlan`.
+    """All that is needed to build a server of vLLM in another process, see `trlx_hybrid.serving.ServerPlan`.
 
     Attributes:
-        architecture: of the model, for messages.
-        arguments: of vLLM's `AsyncEngineArgs`, without the model's folder.
+        architecture: name of the model's class, for messages.
+        arguments: keyword arguments of vLLM's `AsyncEngineArgs`, without the model's folder.
         files: the contents of the model's folder by relative path: config, generation config and tokenizer.
         environment: variables to set before vLLM is imported.
-        backend: of the weight transfer, as vLLM's factories know it.
-        ranks: tensor-parallel size.
-        keeps: whether completions name the ids that tokens were sampled from.
+        backend: name of the weight-transfer backend in vLLM's factories.
+        ranks: workers of one server: the tensor-parallel size.
+        gpus: GPUs for each worker: 1, or 0 on a CPU.
+        max_model_len: the longest prompt plus completion, in tokens.
+        dtype: the dtype that the engine computes in.
+        quantized: whether the engine quantises the weights that it gets.
+        keeps: whether completions name the ids that each token was sampled from (what top-k and top-p left).
     """
 
     architecture: str
@@ -68,12 +72,12 @@ class VLLMServerPlan:
     environment: Mapping[str, str] = field(repr=False)
 
     def server(self, gpus: Sequence[str]) -> VLLMServer:
-        """Return a server that has not started; `gpus` are what this process sees already."""
+        """Return a server that has not started. `gpus` is not used: this process sees no other GPUs than its own."""
         return VLLMServer(self)
 
 
 def server_plan(session: Session, options: VLLMOptions) -> VLLMServerPlan:
-    """Make the plan that every server is built with."""
+    """Make the plan from which all servers of a run are built, from its options and the policy in memory."""
     from vllm.platforms import current_platform
 
     from .sender import backend_of
@@ -223,7 +227,7 @@ class VLLMServer:
                 ids.close(request_id)
 
     def _kept_ids(self) -> ServedIds | None:
-        """Return the object that names the ids that tokens were sampled from, where completions name them."""
+        """Return the collector of the ids that each token was sampled from, or None where they are not needed."""
         from .support import ReturnedIds, WorkersIds
 
         if getattr(self._llm.model_config, MASKS, False):
@@ -231,7 +235,7 @@ class VLLMServer:
         return WorkersIds(self._llm) if self._plan.keeps else None
 
     async def _causal_pictures(self) -> str | None:
-        """Return why a worker cannot sample prompts with pictures, or None; the workers are asked once."""
+        """Return why some worker cannot sample prompts with images, or None; the workers are asked only once."""
         if self._pictures is None:
             self._pictures = await self._llm.collective_rpc("served_causal_pictures")
         return next((reason for reason in self._pictures if reason is not None), None)

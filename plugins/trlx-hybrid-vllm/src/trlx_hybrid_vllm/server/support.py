@@ -1,4 +1,7 @@
-"""The ids that a server's tokens were sampled from, on their way from vLLM's engine core to completions."""
+"""Collectors of the ids that each token of a server was sampled from, what top-k and top-p left of the vocabulary.
+
+They bring the ids from vLLM's engine core to completions (`Completion.support`).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from ..support import KeptIds
 
 
 class ReturnedIds:
-    """Names the ids that the tokens of a server's requests were sampled from, as vLLM returns them with each token.
+    """Collects the ids that each token was sampled from, where vLLM returns them with the token.
 
     Args:
         llm: vLLM's `AsyncLLM`.
@@ -35,9 +38,11 @@ class ReturnedIds:
         self._kept.open(forbidden)
 
     async def take(self, request_id: str, prompt_tokens: int, tokens: int) -> Support:
-        """Return the support of a finished request.
+        """Return the ids that the tokens of a finished request were sampled from, and drop them here.
 
         Args:
+            request_id: as vLLM is given it.
+            prompt_tokens: how many tokens the prompt has; not used.
             tokens: how many tokens were sampled.
 
         Raises:
@@ -52,7 +57,9 @@ class ReturnedIds:
 
 
 class WorkersIds:
-    """Names the ids where vLLM does not return them: its workers keep them (`ServedWorker`) until they are asked.
+    """Collects the ids that each token was sampled from, where vLLM does not return them.
+
+    vLLM's workers keep the ids (`ServedWorker`) until they are asked when a request has finished.
 
     Args:
         llm: vLLM's `AsyncLLM`.
@@ -64,14 +71,17 @@ class WorkersIds:
         self._told: list[int] | None = None
 
     async def open(self, request_id: str, forbidden: Sequence[int]) -> None:
-        """Prepare for a request; see `ReturnedIds`."""
+        """Prepare for a request: let the workers keep ids, if they do not yet; arguments as in `ReturnedIds`."""
         self._live.add(request_id)
         if self._told != list(forbidden):
             await self._llm.collective_rpc("served_keep", args=(list(forbidden),))
             self._told = list(forbidden)
 
     async def take(self, request_id: str, prompt_tokens: int, tokens: int) -> Support:
-        """Return the support of a finished request; see `ReturnedIds`. Every worker of an engine knows it."""
+        """Ask the workers for the ids that a finished request's tokens were sampled from; see `ReturnedIds`.
+
+        Every worker of an engine knows them, so the first one's answer is taken.
+        """
         given = request_id, prompt_tokens, tokens, sorted(self._live)
         words, bounds = (await self._llm.collective_rpc("served_kept", args=given))[0]
         return Support(np.frombuffer(words, np.int32), np.frombuffer(bounds, np.int64).reshape(-1, 2), self._vocabulary)
@@ -82,4 +92,4 @@ class WorkersIds:
 
 
 ServedIds = ReturnedIds | WorkersIds
-"""The object that names the ids, whether vLLM returns them or its workers keep them."""
+"""The collector of ids: of those that vLLM returns, or of those that its workers keep."""

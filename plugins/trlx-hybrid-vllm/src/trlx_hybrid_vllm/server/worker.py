@@ -29,15 +29,21 @@ PlainRoute = list[Any]
 
 
 class ServedWorker:
-    """Methods that vLLM mixes into its worker."""
+    """Methods for the workers of remote engines, which the trainer calls by name; vLLM mixes them into its own worker.
+
+    They tell how the weights lie and what bits they have, and keep the ids that tokens are sampled from.
+    """
 
     def served_learn(
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
     ) -> list[list[Any]]:
-        """Find out where each checkpoint tensor goes, from what the loader does with tensors of these shapes.
+        """Find out where vLLM's loader writes each checkpoint tensor, by loading empty tensors of these shapes.
 
-        Overwrites the weights, so the next update must bring them. Costs no memory: the tensors that are loaded were
-        never written to, and the system maps pages of zeros for them.
+        This overwrites the weights, so the next update must bring them. It costs no memory: the tensors that are loaded
+        were never written to, and the system maps pages of zeros for them.
+
+        Args:
+            names, dtypes, shapes: of the checkpoint tensors; dtypes by torch's names.
 
         Returns:
             Two lists: the routes of each tensor (`PlainRoute`), and engine parameters that nothing was written to.
@@ -56,30 +62,32 @@ class ServedWorker:
         return [[[plain(r) for r in loader.routes.get(name, ())] for name in names], list(report.unwritten)]
 
     def served_causal_pictures(self) -> str | None:
-        """Return what `sampling.causal_pictures` returns, which looks at the model's layers."""
+        """Return why this worker's model cannot sample prompts with images, or None; see `sampling.causal_pictures`."""
         from ..sampling import causal_pictures
 
         return causal_pictures(self.vllm_config)  # type: ignore[attr-defined]
 
     def served_keep(self, forbidden: Sequence[int]) -> None:
-        """Start to keep the ids that tokens are sampled from, without those that a bias forbids."""
+        """Start to keep the ids that each token is sampled from, without `forbidden`, those that a bias forbids."""
         if not hasattr(self, "_served_ids"):
             vocabulary = self.vllm_config.model_config.get_vocab_size()  # type: ignore[attr-defined]
             self._served_ids = CapturedIds(self.model_runner, vocabulary, outside)  # type: ignore[attr-defined]
         self._served_ids.open(forbidden)
 
     def served_kept(self, request_id: str, prompt_tokens: int, tokens: int, live: Sequence[str]) -> list[bytes]:
-        """Return the kept ids of a finished request: the words and bounds of a `Support`.
+        """Return the ids that a finished request's tokens were sampled from: the words and bounds of a `Support`.
 
         Args:
-            live: requests whose ids will be asked for; the ids of others are dropped.
+            prompt_tokens: how many tokens the prompt has.
+            tokens: how many tokens were sampled.
+            live: ids of requests whose ids will be asked for; the ids of others are dropped.
         """
         support = self._served_ids.take(request_id, prompt_tokens, tokens)
         self._served_ids.forget_but(live)
         return [support.words.tobytes(), support.bounds.tobytes()]
 
     def served_digests(self, names: Sequence[str]) -> list[list[int]]:
-        """Return for each tensor the digests of the engine's memory at the end of each of its routes."""
+        """Return for each checkpoint tensor the digests of all places in the engine to which its slices were copied."""
         loader = self._served_loader
         found = [
             [digest(r.destination.of(loader.tensors[r.parameter].data)) for r in loader.routes.get(name, ())]
@@ -93,7 +101,9 @@ class ServedWorker:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The slices that the workers of one server keep of each tensor. All servers of a run keep the same.
+    """The slices that the workers of one server keep of each checkpoint tensor. All servers of a run keep the same.
+
+    With these, the trainer computes the digests that the workers must have after a sync.
 
     Attributes:
         of: by checkpoint name, then by worker: each slice of the tensor that its loader reads, and the dtype that it is
@@ -104,7 +114,11 @@ class Routes:
 
     @classmethod
     def learned(cls, names: Sequence[str], servers: Sequence[Sequence[Any]]) -> Routes:
-        """Build the routes from what each server's workers answered to `learn`.
+        """Build the routes from what each server's workers returned from `served_learn`.
+
+        Args:
+            names: the checkpoint tensors.
+            servers: one list per server, with an answer per worker.
 
         Raises:
             SyncError: an engine has parameters that no tensor is written to, or the servers differ.
@@ -128,7 +142,10 @@ class Routes:
         return cls(found)
 
     def wire(self, dtypes: dict[str, torch.dtype]) -> dict[str, torch.dtype]:
-        """Return the narrower dtype of each tensor that all workers keep narrower: it can be cast before it is sent."""
+        """Return the dtypes to cast tensors to before they are sent, to send fewer bytes.
+
+        These are the tensors that all workers keep in one dtype, narrower than the policy's, which `dtypes` gives.
+        """
         found = {}
         for name, workers in self.of.items():
             kept = {dtype for worker in workers for dtype, _ in worker}
@@ -137,7 +154,7 @@ class Routes:
         return found
 
     def digests(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, list[list[int]]]:
-        """Return the digests of the policy's tensors, as a server's workers would answer: by name, worker and route."""
+        """Return the digests that the workers have if they hold these weights: by name, worker and slice."""
         found = {
             name: [[digest(part.of(tensor).to(dtype)) for dtype, part in worker] for worker in self.of[name]]
             for name, tensor in weights
@@ -150,7 +167,7 @@ def differing(expected: dict[str, list[list[int]]], servers: Sequence[Sequence[A
 
     Args:
         expected: the digests of the policy's tensors, from `Routes.digests`.
-        servers: their answers, each by worker and then in the order of `expected`.
+        servers: for each server the digests of its workers, each in the order of `expected`.
     """
     return [
         name
@@ -166,7 +183,7 @@ MULTIPLIERS = (-7046029254386353131, -4658895280553007687)  # of splitmix64, as 
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """Return a digest of a tensor's bits: int64, on the tensor's device.
+    """Return a digest of a tensor's bits, to compare it with a copy elsewhere: one int64, on the tensor's device.
 
     It is the sum over the elements of their bits times a scrambled odd function of their position, modulo 2^64. One
     changed element always changes it, since odd factors are invertible. Several changes, or elements that changed

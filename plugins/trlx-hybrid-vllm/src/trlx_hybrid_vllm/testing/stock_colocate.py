@@ -9,14 +9,14 @@ from typing import Any
 
 @contextlib.contextmanager
 def plain_colocate() -> Iterator[dict[str, Any]]:
-    """Make TRL's own colocate path exact on a CPU: its engine keeps plain weights. TRL's code itself is untouched.
+    """Let TRL's own colocated vLLM work exactly on a CPU, by changing the arguments with which TRL builds the engine.
 
-    vLLM's CPU build prepacks linear weights, after which TRL's in-place loading fails. The engine's draws from the
-    trainer's generators are undone, as trlx_hybrid's are: the generators decide how TRL shuffles a batch into optimizer
-    steps.
+    vLLM's CPU build repacks linear weights, after which TRL's in-place loading fails; here it does not. Whatever the
+    engine draws from the trainer's random generators is undone, as in trlx_hybrid: these generators decide how TRL
+    shuffles a batch into optimizer steps.
 
     Yields:
-        Further arguments of the engine, for a test to change.
+        A dict for further arguments of `vllm.LLM`, which a test may fill before the trainer is built.
     """
     import torch
     import vllm

@@ -68,7 +68,7 @@ class LoraSync(WeightSync):
         self._base.open()
 
     def sync(self) -> LoadReport:
-        """Write the adapter into its slots; the first time the base as well."""
+        """Write the adapter into vLLM's LoRA slots; the first time, the base into the engine's weights as well."""
         engine: Any = self._session.live_engine
         assert self._slots is not None, "refuses() comes first"
         base = self._base.sync()
@@ -77,7 +77,11 @@ class LoraSync(WeightSync):
         return LoadReport(tensors=base.tensors + self._slots.tensors, bytes=base.bytes + moved)
 
     def put_back(self) -> bool:
-        """Restore what the base's path borrowed for the rollout; return whether the engine lost weights by that."""
+        """Restore, after the rollout, base weights that the sync overwrote though other tensors share their memory.
+
+        Returns:
+            Whether the engine lost weights by that.
+        """
         return self._base.put_back()
 
     def forget(self) -> None:
@@ -87,11 +91,18 @@ class LoraSync(WeightSync):
             self._slots.forget()
 
     def check(self, full: bool) -> int:
-        """Compare the base in its path's own way, and the slots bit for bit: all when `full`, else a few each time, in
-        turn.
+        """Compare the engine's base weights and LoRA slots with the policy's.
+
+        The base is compared by the path that brought it (`alias`, `copy` or streaming), the slots bit for bit.
+
+        Args:
+            full: compare everything; else a few tensors at each call, in turn.
+
+        Returns:
+            How many tensors were compared.
 
         Raises:
-            SyncError: names what differs.
+            SyncError: some differ; the message names them.
         """
         assert self._slots is not None
         checked = self._base.check(full) or 0
@@ -99,12 +110,12 @@ class LoraSync(WeightSync):
         return checked + (self._slots.tensors if full else min(self._slots.tensors, 2 * SAMPLED_TENSORS))
 
     def release(self) -> None:
-        """Give the policy its base weights back, after the engine was closed."""
+        """Copy base weights that lie in the memory of the closed engine to memory of their own."""
         self._base.release()
 
 
 class StreamedBase(WeightSync):
-    """Streams the base through vLLM's loader once, where policy and engine share no memory.
+    """Loads the base model's weights through vLLM's loader once, where policy and engine share no memory.
 
     Collective: each tensor is gathered in full, one layer at a time. Nothing frozen moves again as long as the engine
     keeps its weights and nobody writes to the base.
@@ -118,7 +129,7 @@ class StreamedBase(WeightSync):
         self._turns, self._moved = Rotation(), False
 
     def refuses(self) -> str | None:
-        """Return why the base cannot be streamed just once, or None."""
+        """Return why loading the base just once is not enough or not possible, or None."""
         if self._session.live_engine.quantized:
             return "a quantised engine keeps no copy of the weights"
         for name, p in self._policy.base_parameters().items():
@@ -127,11 +138,11 @@ class StreamedBase(WeightSync):
         return self._policy.refuses_gather(merge=False)
 
     def open(self) -> None:
-        """Keep the bits of quantised base weights, so that the base computes with what is streamed."""
+        """Keep bitsandbytes from repacking the policy's base weights, so that they stay equal to what is streamed."""
         quantised.keep_bits(self._policy.modules)
 
     def sync(self) -> LoadReport:
-        """Load the base into the engine where it is not there."""
+        """Load the base into the engine at the first sync, and after the engine lost it or somebody wrote to it."""
         engine = self._session.live_engine
         written = self._session.ranks.any(self._frozen.changed(self._held()))
         self._moved = not self._streamed or engine.weights_lost or written
@@ -143,7 +154,7 @@ class StreamedBase(WeightSync):
         return report
 
     def _held(self) -> dict[str, Tensor]:
-        """Return this rank's tensors of the base, by name: shards, bits and scales.
+        """Return this rank's tensors of the base by name (shards, quantised bits and their scales), to detect writes.
 
         Raises:
             SyncError: some of the base is trained by now.
@@ -163,7 +174,13 @@ class StreamedBase(WeightSync):
         self._streamed = False
 
     def check(self, full: bool) -> int:
-        """Compare every bit when `full`; else, where this sync streamed the base, a few tensors each time, in turn.
+        """Compare the engine's base weights with the policy's, bit for bit.
+
+        Args:
+            full: compare all tensors; else a few at each call, in turn, and none where this sync did not stream them.
+
+        Returns:
+            How many tensors were compared.
 
         Raises:
             SyncError: names each tensor that differs.

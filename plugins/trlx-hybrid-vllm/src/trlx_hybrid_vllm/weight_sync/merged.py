@@ -70,7 +70,11 @@ class MergedSync(SharedSync):
         return None if self._layers else "the policy has no adapter that changes a weight"
 
     def _find(self) -> dict[str, AdaptedModule]:
-        """Return the adapted layers by the names of the weights that they change."""
+        """Return the adapted layers by the names of the weights that they change.
+
+        Raises:
+            SyncError: some adapter is not plain LoRA, which this path cannot merge.
+        """
         reason = beyond_lora(self._policy.base)
         if reason is not None:
             raise SyncError(reason)
@@ -93,7 +97,10 @@ class MergedSync(SharedSync):
     # --- syncing -----------------------------------------------------------------------------------------------------
 
     def sync(self) -> LoadReport:
-        """Sync as `copy` does, with the current adapters: a layer may have got its first, or lost its last."""
+        """Sync as the weight path `copy` does, but write the sum of base and adapter for each adapted layer.
+
+        Which layers are adapted is looked up again: one may have got its first adapter, or lost its last.
+        """
         self._layers = self._find()
         return super().sync()
 
@@ -116,14 +123,15 @@ class MergedSync(SharedSync):
         return merged
 
     def _factors(self, name: str) -> list[Factors]:
-        """Return the factors of the adapters that are in effect on a weight and not merged into it."""
+        """Return A, B and scaling of each adapter that is active on a weight and not already merged into it."""
         module = self._layers.get(name)
         layers = module.pending if module is not None else []
         return [factors_of(name, layer, a) for layer in layers for a in layer.active_adapters if a in layer.r]
 
     def _generator(self, name: str) -> torch.Generator | None:
-        """Return the generator that rounds a weight, the same on all ranks and in a check afterwards; None to round to
-        nearest.
+        """Return the random generator for rounding a weight; None to round to nearest.
+
+        It is seeded alike on all ranks, and in the check after a sync.
         """
         if not self._stochastic or self._views[name].dtype is not torch.bfloat16:
             return None
@@ -134,9 +142,10 @@ class MergedSync(SharedSync):
     # --- what became of it -------------------------------------------------------------------------------------------
 
     def check(self, full: bool) -> int:
-        """Merge again and compare, as `copy` does with what it copies.
+        """Merge base and adapter again, and compare the sums with the engine's weights bit for bit.
 
-        Records the surviving share of the adapter for a few adapted weights, others at each sync.
+        As in the weight path `copy`, all are compared when `full`, else a few each time. It returns how many. It also
+        records the surviving share of the adapter for a few adapted weights, others at each sync.
 
         Raises:
             SyncError: names each parameter that differs.
@@ -180,10 +189,12 @@ class MergedSync(SharedSync):
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """One adapter of one layer.
+    """The matrices of one adapter of one layer.
 
     Attributes:
-        a, b: (r, in) and (out, r).
+        a: A, (r, in).
+        b: B, (out, r).
+        scaling: the factor of B @ A, PEFT's `alpha / r`.
         transposed: whether the weight is (in, out): embeddings, and layers that PEFT calls `fan_in_fan_out`.
     """
 
@@ -193,7 +204,7 @@ class Factors:
     transposed: bool
 
     def product(self, rows: slice = slice(None)) -> Tensor:
-        """Return some rows of B @ A in the weight's shape, in float32, also under autocast."""
+        """Return B @ A in the weight's shape, or only these rows of it, in float32, also under autocast."""
         b, a = (self.b, self.a[:, rows]) if self.transposed else (self.b[rows], self.a)
         with torch.autocast(b.device.type, enabled=False):
             product = b.float() @ a.float()
@@ -201,10 +212,15 @@ class Factors:
 
 
 def factors_of(name: str, layer: Any, adapter: str) -> Factors:
-    """Return the factors of a plain LoRA layer of PEFT, as they are now.
+    """Return the current A, B and scaling of an adapter of a PEFT layer.
+
+    Args:
+        name: the weight's name, for the error.
+        layer: PEFT's layer.
+        adapter: the adapter's name.
 
     Raises:
-        SyncError: the adapter computes something else.
+        SyncError: the adapter is not plain LoRA (it has a bias, or is a variant such as DoRA).
     """
     if adapter in layer.lora_variant or layer.lora_bias.get(adapter):
         more = "a bias (lora_bias)" if layer.lora_bias.get(adapter) else type(layer.lora_variant[adapter]).__name__
@@ -217,13 +233,14 @@ def factors_of(name: str, layer: Any, adapter: str) -> Factors:
 
 @torch.no_grad()
 def merge(weight: Tensor, factors: Sequence[Factors], out: Tensor, generator: torch.Generator | None = None) -> None:
-    """Write `weight` plus all scaled products to `out`, rounded once.
+    """Write `weight` plus scaling * B @ A of all adapters to `out`, rounded once to the dtype of `out`.
 
-    Takes two kernels and the memory of one weight in float32, or of three with random rounding. `torch.addmm` would
+    It takes two kernels and the memory of one weight in float32, or of three with random rounding. `torch.addmm` would
     need no such memory, but takes factors of the weight's dtype: rounded to bf16 before they are multiplied.
 
     Args:
         weight: of any floating dtype, shaped like `out`.
+        factors: the adapters, at least one.
         generator: rounds to bfloat16 at random; None to round to nearest.
     """
     *others, last = factors

@@ -39,7 +39,8 @@ class SharedSync(WeightSync):
 
     Attributes:
         keeps_weights: whether the engine's memory must outlive the rollout, because the policy is in it.
-        aliased: parameters that are views; copied: parameters whose bits are copied at each sync.
+        aliased: names of the parameters that are views of the engine's memory.
+        copied: names of the parameters whose bits are copied at each sync.
     """
 
     def __init__(self, session: Session, alias: bool, adapted: bool = False) -> None:
@@ -61,7 +62,7 @@ class SharedSync(WeightSync):
         return self._session.live_engine
 
     def refuses(self) -> str | None:
-        """Return why the weights cannot be shared this way, or None.
+        """Return why this weight path, `alias` or `copy`, cannot serve this model and engine, or None.
 
         Loads the weights once through vLLM's loader, to learn where they lie.
         """
@@ -122,7 +123,10 @@ class SharedSync(WeightSync):
     # --- sharing -----------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Rebind the parameters that can be aliased, right after the load in `refuses`: the bits are the same."""
+        """Make the parameters that can be aliased views of the engine's memory.
+
+        Called right after `refuses`, which has loaded the weights, so their bits do not change.
+        """
         assert self._places is not None, "refuses() comes first"
         self._slots = self._policy.base_slots()
         for name, p in self._used():
@@ -133,7 +137,7 @@ class SharedSync(WeightSync):
             self._parameter(name).data = self._views[name]
 
     def note(self) -> str | None:
-        """Return a warning where an alias meets an optimizer whose steps are lost in the weights' rounding."""
+        """Return a warning where aliased 16-bit weights are trained at a learning rate that their rounding loses."""
         rate = getattr(self._session.args, "learning_rate", None)
         if not self._alias or self._policy.dtype.itemsize > 2 or rate is None or rate >= SMALL_RATE:
             return None
@@ -144,10 +148,10 @@ class SharedSync(WeightSync):
         )
 
     def sync(self) -> LoadReport:
-        """Make the engine's memory the policy's weights. A frozen base that is copied is copied once.
+        """Copy to the engine all that is not aliased; frozen parameters are copied once.
 
         Returns:
-            What was copied: nothing where everything is aliased and nobody rebound a parameter.
+            Number and bytes of the tensors copied: none where all are aliased and nobody rebound a parameter.
         """
         lost, self._copied_once = self._engine.weights_lost or not self._copied_once, True
         copied = {name: self._parameter(name) for name in self.copied}
@@ -177,16 +181,22 @@ class SharedSync(WeightSync):
         return p.requires_grad
 
     def _write(self, sources: dict[str, Tensor]) -> None:
-        """Copy the sources into the engine: one multi-tensor launch, cast on the way."""
+        """Copy these parameters, by name, into the engine in one multi-tensor launch, which casts them."""
         if sources:
             torch._foreach_copy_([self._views[name] for name in sources], list(sources.values()))
 
     def _written(self, name: str) -> Tensor:
-        """Return what a sync writes for a parameter, before a cast."""
+        """Return what a sync writes into the engine for a parameter, before the cast, to compare it afterwards."""
         return self._parameter(name).detach()
 
     def put_back(self) -> bool:
-        """Restore the saved bits of memory that somebody else refers to; return whether there was any."""
+        """Restore the bits of aliased memory that others also refer to, and that a sync has overwritten.
+
+        Called after the rollout.
+
+        Returns:
+            Whether there was any, so that the engine no longer has the policy's weights.
+        """
         borrowed, self._borrowed = self._borrowed, {}
         for name, bits in borrowed.items():
             self._views[name].copy_(bits)
@@ -198,14 +208,14 @@ class SharedSync(WeightSync):
         self._copied_once = False
 
     def _parameter(self, name: str) -> nn.Parameter:
-        """Return the parameter that its module holds now under this name."""
+        """Return the policy's parameter of this name, as its module holds it now; it may have been replaced."""
         held, key = self._slots[name]
         p = held[key]
         assert p is not None, name
         return p
 
     def _moved(self) -> dict[str, nn.Parameter]:
-        """Return aliased parameters that are no longer the engine's memory: somebody rebound or replaced them."""
+        """Return, by name, the aliased parameters that somebody rebound or replaced: they left the engine's memory."""
         now = ((name, self._parameter(name)) for name in self.aliased)
         return {name: p for name, p in now if p.data_ptr() != self._views[name].data_ptr()}
 
@@ -254,7 +264,7 @@ class SharedSync(WeightSync):
 
 
 def refuse_other_bits(what: str, differing: list[str]) -> None:
-    """Raise a SyncError that names the differing weights, if there are any."""
+    """Raise a SyncError that names the differing weights, if there are any; `what` begins its message."""
     if differing:
         raise SyncError(
             f"After the weight sync {what} in {listed(differing)}. Report it with `trlx-hybrid env`; weights='gather' "

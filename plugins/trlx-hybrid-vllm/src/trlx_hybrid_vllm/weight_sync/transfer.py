@@ -27,8 +27,8 @@ SLACK = 30.0  # seconds that the whole has beyond the calls inside, so that the 
 class TransferSync(WeightSync):
     """Sends the policy's weights from rank 0 to every worker of every engine; every rank reads them.
 
-    The group is opened once, and again when an engine was replaced. After each attempt, the other ranks are told what
-    went wrong on rank 0, so that no rank waits for one that gave up.
+    The process group with the engines is made once, and again when an engine was replaced. After each attempt, the
+    other ranks are told what went wrong on rank 0, so that no rank waits for one that gave up.
     """
 
     name = "transfer"
@@ -62,7 +62,7 @@ class TransferSync(WeightSync):
     # --- syncing ----------------------------------------------------------------------------------------------------
 
     def sync(self) -> LoadReport:
-        """Send all weights.
+        """Send all weights to every engine. Engines that die meanwhile are replaced, and all is sent again.
 
         Raises:
             SyncError: the sync failed for another reason than an engine's death, or engines died at each attempt.
@@ -85,12 +85,13 @@ class TransferSync(WeightSync):
         raise SyncError(f"Engines died at each of {ATTEMPTS} attempts to send them the weights, at last: {told}")
 
     def _attempt(self, work: Callable[[], Any]) -> tuple[bool, str, Any, Exception | None]:
-        """Do the work on every rank, and return what came of it on rank 0.
+        """Call `work` on every rank, and tell all ranks what came of it on rank 0.
 
-        An engine's death is reported as such, whatever it looked like from here.
+        Where an error on rank 0 was caused by the death of an engine, this death is reported in its place.
 
         Returns:
-            Whether an engine died, what went wrong, the result, and the error, which only rank 0 has.
+            Whether an engine died, what went wrong ("" if nothing), what `work` returned on rank 0, and the error,
+            which only rank 0 has.
         """
         result, error = None, None
         try:
@@ -120,7 +121,7 @@ class TransferSync(WeightSync):
         self._within("the weights to be sent", sender.send_weights)
 
     def _joined_sender(self) -> Any:
-        """Return the trainer's end of the group of all engines that live now."""
+        """Return the trainer's end of the transfer to all engines that live now; join them first, if they changed."""
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
         from vllm.utils.network_utils import get_open_port
 
@@ -165,7 +166,11 @@ class TransferSync(WeightSync):
         return answers
 
     def _within(self, what: str, work: Callable[[], Any]) -> Any:
-        """Do the work in a thread, which can be given up: a wait in NCCL for an engine that is gone never ends.
+        """Call `work` in a thread, which can be given up: a wait in NCCL for an engine that is gone never ends.
+
+        Args:
+            what: what is waited for, for the error.
+            work: a function without arguments, whose result is returned.
 
         Raises:
             ServerDiedError: an engine died meanwhile.
@@ -187,8 +192,15 @@ class TransferSync(WeightSync):
     # --- check ------------------------------------------------------------------------------------------------------
 
     def check(self, full: bool) -> int:
-        """Compare digests of all tensors, or of a few, on every worker of every engine. An engine that dies is
-        replaced.
+        """Compare digests of the policy's tensors with those of every worker of every engine.
+
+        An engine that dies meanwhile is replaced.
+
+        Args:
+            full: compare all tensors; else a few, others at each sync.
+
+        Returns:
+            How many tensors were compared; 0 where the engines quantise, and so keep no copy of the weights.
 
         Raises:
             SyncError: names the tensors that differ.
@@ -212,7 +224,7 @@ class TransferSync(WeightSync):
         return len(chosen)
 
     def _differing(self, names: Set[str]) -> list[str]:
-        """Return, on rank 0, the names of these tensors that an engine holds with other bits. Collective.
+        """Return, on rank 0, which of these tensors an engine holds with other bits than the policy.
 
         Collective, because the tensors may be sharded. Other ranks return an empty list.
         """
@@ -228,7 +240,7 @@ class TransferSync(WeightSync):
         return differing(expected, self._call("digests", list(expected)))
 
     def release(self) -> None:
-        """Leave the group, after the engine was closed."""
+        """Leave the process group with the engines, after these were closed."""
         self._leave()
         self._source = self._routes = None
 

@@ -17,7 +17,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Serve until the trainer ends."""
+    """Read the settings from standard input, and serve verifiers' environment until the trainer ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a taskset prints goes to standard error
     sys.path.append(os.getcwd())  # a taskset may lie beside the script

@@ -1,4 +1,4 @@
-"""A server that plays verifiers' episodes for a trainer. verifiers loads this package as a harness, by its name."""
+"""A server that plays verifiers' episodes for a trainer, and the harness that verifiers loads by the package's name."""
 
 from .chat import ChatHarness
 

@@ -30,7 +30,18 @@ class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
         data: Any,
         **given: Any,
     ) -> Any:
-        """Ask the model for a reply to the conversation so far."""
+        """Ask the model for a reply to the conversation so far. verifiers calls this once per segment.
+
+        Args:
+            ctx: verifiers' model context, of which the model's name is used.
+            trace, runtime, mcp_urls, given: not used.
+            endpoint: base URL of the chat API that answers for the model.
+            secret: the key of that API.
+            data: the task's data, with its system prompt and prompt.
+
+        Returns:
+            The API's answer as a program's output, with exit code 0 if the API answered with status 200.
+        """
         system, prompt = self.resolve_prompt(data)
         body = {"model": ctx.model, "messages": as_messages(system, prompt)}
         headers = {"Authorization": f"Bearer {secret}"}

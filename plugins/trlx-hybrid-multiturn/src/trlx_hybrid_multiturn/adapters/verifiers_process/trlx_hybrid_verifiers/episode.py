@@ -1,4 +1,4 @@
-"""One episode with the control reversed: verifiers' calls of its model wait here for the trainer's completions."""
+"""One episode of verifiers, in which each call of the model waits for a completion that the trainer sends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class ServedEpisode:
     Args:
         env: verifiers' environment.
         context: verifiers' serving context, which `env` plays in.
-        episodes: the running episodes by trace, among which this one enters itself.
+        episodes: the running episodes by the id of their traces (verifiers' records of what one agent does), to which
+            this one adds itself.
     """
 
     def __init__(self, env: Any, context: Any, episodes: dict[str, ServedEpisode]) -> None:
@@ -34,10 +35,14 @@ class ServedEpisode:
     # --- the trainer's side -----------------------------------------------------------------------------------------
 
     async def go_on(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
-        """Begin the episode (`reset`, with the task) or pass on the model's reply, then wait for new messages.
+        """Begin the episode or pass on the model's reply, then wait for new messages or the end.
+
+        Args:
+            kind: "reset" to begin; anything else passes on a reply.
+            data: the "task" to begin with, or the model's "completion".
 
         Returns:
-            The new messages; or that the episode is over, with its reward.
+            "done" False and the new "messages" for the model; or, at the end, "done" True and the "reward".
 
         Raises:
             NotPlayableError: the episode failed or cannot be trained on; the text says why.
@@ -92,7 +97,11 @@ class ServedEpisode:
     # --- verifiers' side --------------------------------------------------------------------------------------------
 
     async def reply(self, trace: str, body: dict[str, Any]) -> str:
-        """Return the model's reply to a chat request of one trace.
+        """Return the model's reply to a chat request, once the trainer has sent it.
+
+        Args:
+            trace: id of the trace that verifiers asks for, the record of what one agent does.
+            body: the request, in the form of OpenAI's chat completions.
 
         Raises:
             NotPlayableError: the trainer cannot answer such a request; this ends the episode.
@@ -109,7 +118,11 @@ class ServedEpisode:
         return text
 
     def _new(self, trace: str, body: dict[str, Any]) -> list[Message]:
-        """Return the request's messages beyond the conversation that the model has already seen and said."""
+        """Return the messages of a request that follow the conversation so far, the model's replies included.
+
+        Raises:
+            NotPlayableError: the request does not continue the conversation, is of a second agent, or offers tools.
+        """
         name = self._traces[trace].agent.name
         if self._policy not in (None, trace):
             first = self._traces[self._policy].agent.name

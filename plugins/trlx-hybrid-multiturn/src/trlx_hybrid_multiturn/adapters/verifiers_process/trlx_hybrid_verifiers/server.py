@@ -32,6 +32,11 @@ class Server:
         taskset: the taskset's id.
         env: settings of verifiers' environment, as in its `[env]` block.
         secret: first part of every path, because other users of this machine can reach the port as well.
+
+    Attributes:
+        env: verifiers' environment.
+        episodes: the running episodes, by the id of verifiers' trace.
+        context: verifiers' model context, whose requests come to this server; set by `serve`.
     """
 
     def __init__(self, taskset: str, env: dict[str, Any], secret: str) -> None:

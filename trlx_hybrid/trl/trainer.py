@@ -136,7 +136,7 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
     _in_rounds = False  # a batch is being sampled in rounds
     _sampled_before = False
     _known_rewards: Any = None  # rewards of a batch sampled in rounds, until TRL asks for them
-    _logged: Mapping[str, Any] = {}  # values of `session.metrics` that TRL has, by name
+    _logged: dict[str, Any]  # values of `session.metrics` that TRL has, by name
     _row_numbers: Any = None  # dataset rows of the batch's groups, if an algorithm chose them
     _groups: Any = None  # the batch's groups, with the rewards that are trained on
     _base_name: str  # `_name` of TRL's trainer; a user's class may have a `_name` of its own, for model cards
@@ -251,6 +251,7 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
         """Create the session once TRL has built the trainer, and connect both: check the settings that need the model,
         add the callbacks, and put this package's engine in place of TRL's."""
         trainer: Any = self
+        self._logged = {}
         args, selection, host = trainer.args, self._selection, self._host
         ranks = Ranks(trainer.accelerator)
         check_ranks_agree(ranks.gather(host.plugins))

@@ -6,6 +6,7 @@ import re
 import runpy
 from pathlib import Path
 
+import pytest
 from trlx_hybrid import HybridConfig, doctor
 from trlx_hybrid.plugins.host import Host
 from trlx_hybrid.testing.conformance import check_engine, check_rollout, check_weights
@@ -20,6 +21,9 @@ def test_a_plugin_of_0_1_trains_with_all_its_components_and_hooks(tiny_trainer, 
     names = {"engine": "old", "weights": "old", "rollout": "old", "scoring": "old"}
     trainer = tiny_trainer(plugins=[old], max_steps=2, hybrid=HybridConfig(**names, engine_options=ENGINE))
     trainer.train()
+    with pytest.warns(FutureWarning, match="session.advantages_plugin now"):
+        former = trainer.session.adviser  # as a test reads it that `trlx-hybrid new` wrote
+    assert former is trainer.session.advantages_plugin is not None
     trainer.session.close()
     assert "an old plugin" in capsys.readouterr().err
     assert [log["hybrid/old_requests"] for log in trainer.state.log_history if "loss" in log] == [4.0, 4.0]

@@ -10,6 +10,7 @@ import json
 import sys
 import time
 import traceback
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -305,6 +306,12 @@ class Session:
     def step(self) -> int:
         """The number of optimizer steps done."""
         return self._step()
+
+    @property
+    def adviser(self) -> PluginInfo | None:
+        """The former name of `advantages_plugin`, which tests written by `trlx-hybrid new` read. Warns."""
+        warnings.warn("session.adviser is session.advantages_plugin now.", FutureWarning, stacklevel=2)
+        return self.advantages_plugin
 
     @property
     def live_engine(self) -> Engine:

@@ -137,6 +137,7 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
     _sampled_before = False
     _known_rewards: Any = None  # rewards of a batch sampled in rounds, until TRL asks for them
     _logged: dict[str, Any]  # values of `session.metrics` that TRL has, by name
+    _to_log: dict[str, Any]  # the `session.metrics` of the trainer's last rollout
     _row_numbers: Any = None  # dataset rows of the batch's groups, if an algorithm chose them
     _groups: Any = None  # the batch's groups, with the rewards that are trained on
     _base_name: str  # `_name` of TRL's trainer; a user's class may have a `_name` of its own, for model cards
@@ -251,7 +252,6 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
         """Create the session once TRL has built the trainer, and connect both: check the settings that need the model,
         add the callbacks, and put this package's engine in place of TRL's."""
         trainer: Any = self
-        self._logged = {}
         args, selection, host = trainer.args, self._selection, self._host
         ranks = Ranks(trainer.accelerator)
         check_ranks_agree(ranks.gather(host.plugins))
@@ -279,6 +279,7 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
             over_support=over_support,
             optimizer=lambda: this().optimizer,
         )
+        self._logged, self._to_log = {}, self.session.metrics
         self.session.notes += filter(None, [note])
         if hasattr(trainer, "reward_funcs") and self._replay is None:
             self.session.advantages_plugin = host.only(HOOK)
@@ -531,16 +532,16 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
             if self._groups is not None or session.advantages_plugin is not None:
                 tabulate(trainer, batch["advantages"])
         session.host.call("trlx_rollout_end", session=session, trajectories=self._trajectories())
-        self._logged = {}
+        self._logged, self._to_log = {}, session.metrics
         self._log_metrics("train" if session.training else "eval")
         return batch
 
     def _log_metrics(self, mode: str) -> None:
-        """Hand TRL the numbers that `session.metrics` has got since the last call.
+        """Hand TRL the numbers that the rollout's `session.metrics` has got since the last call.
 
         Components may add some after the rollout: a scoring, or an algorithm's term of the loss.
         """
-        for name, value in self.session.metrics.items():
+        for name, value in self._to_log.items():
             if self._logged.get(name) is not value:
                 self._logged[name] = value
                 values = value if isinstance(value, list) else [value]

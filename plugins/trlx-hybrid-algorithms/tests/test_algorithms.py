@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from transformers import TrainerCallback
 from trlx_hybrid import GRPOTrainer, hookimpl
 from trlx_hybrid.errors import ComponentError, ConfigError
 from trlx_hybrid.protocols import Algorithm, Groups
@@ -252,6 +253,20 @@ def test_what_a_term_adds_to_the_metrics_is_logged(run):
     finished = run(GRPOTrainer, hybrid={"algorithm": ["counts"]}, plugins=[Offers()], max_steps=2)
     logs = [log for log in finished.trainer.state.log_history if "loss" in log]
     assert [log["hybrid/counted"] for log in logs] == [8 * log["completions/mean_length"] for log in logs]
+
+
+def test_what_a_phase_of_ones_own_measures_is_not_logged_as_the_trainers(run):
+    class Samples(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            with trainers[0].session.rollout_phase(training=False):
+                trainers[0].session.metrics["hybrid/own"] = 1.0
+
+    trainers = []
+    finished = run(GRPOTrainer, hybrid={"engine": "vllm"}, train=False, max_steps=2, num_iterations=2)
+    trainers.append(finished.trainer)
+    finished.trainer.add_callback(Samples())
+    finished.trainer.train()
+    assert all("hybrid/own" not in log for log in finished.trainer.state.log_history)
 
 
 def test_a_loss_of_ones_own_that_scores_nothing_is_named(run):

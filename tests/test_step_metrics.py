@@ -1,6 +1,7 @@
 """What a step took and computed, in TRL's logs and on the progress bar."""
 
 import re
+import time
 
 import pytest
 import trl
@@ -79,6 +80,13 @@ def test_an_engine_is_timed_from_before_its_edges_to_after_them(run):
     prompts = [len(prompt) for prompt in finished.recorder.prompts]
     lengths = [p + len(ids) for p, ids in zip(prompts, finished.recorder.completions, strict=True)]
     assert values(train_logs(finished), "tokens") == [sum(lengths[i : i + 8]) for i in range(0, 24, 8)]
+
+
+def test_a_row_that_is_scored_alone_is_in_the_steps_time_as_in_the_losss(run, monkeypatch):
+    scored = GRPO._scored_alone
+    monkeypatch.setattr(GRPO, "_scored_alone", lambda trainer, row: [scored(trainer, row), time.sleep(1)][0])
+    log = train_logs(run(GRPO, use_vllm=True, max_steps=1))[0]
+    assert 1 < log[f"{STEP}loss_seconds"] < log["step_time"]
 
 
 def test_a_step_that_samples_nothing_has_no_seconds_of_it(run):

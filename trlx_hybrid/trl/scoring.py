@@ -139,16 +139,20 @@ class Scored:
             )
         self._window = step, self._window[1] + 1
         if self._joined is not None and self._joined.taken:
-            self._end_joined(self._joined)
+            joined, self._joined = self._joined, None
+            with self._in_step_time():
+                joined.backward()
         if self._to_measure is not None and self._joined is None:
-            self._measure_shape(self._to_measure)
+            with self._in_step_time():
+                self._measure_shape(self._to_measure)
         return loss
 
-    def _end_joined(self, joined: JoinedPass) -> None:
-        """Run the backward pass that several micro-batches share, and add its time to TRL's `step_time`."""
+    @contextmanager
+    def _in_step_time(self) -> Iterator[None]:
+        """Add the time that is spent inside to TRL's `step_time`, whose clock has stopped by then."""
         trainer: Any = self
-        self._joined, started = None, time.perf_counter()
-        joined.backward()
+        started = time.perf_counter()
+        yield
         seconds = time.perf_counter() - started
         if trainer._step % trainer.current_gradient_accumulation_steps:
             trainer._current_train_step_time += seconds

@@ -11,7 +11,7 @@ import trlx_hybrid
 from datasets import Dataset
 from trlx_hybrid.errors import ComponentError, ConfigError, EngineError, RewardError, SyncError
 from trlx_hybrid.testing.models import tiny_model
-from trlx_hybrid_vllm import plugin
+from trlx_hybrid_vllm import versions as vllm_versions
 from trlx_hybrid_vllm.arguments import engine_dtype, refuses, refuses_routing
 from trlx_hybrid_vllm.options import VLLMOptions
 from vllm.platforms import current_platform
@@ -125,7 +125,7 @@ def test_vllm_missing_or_of_another_version(run, monkeypatch, versions, message)
             raise importlib.metadata.PackageNotFoundError(name)
         return versions[name]
 
-    monkeypatch.setattr(plugin, "version", version)
+    monkeypatch.setattr(vllm_versions, "version", version)
     with pytest.raises(ComponentError, match=message):
         train(run)
 

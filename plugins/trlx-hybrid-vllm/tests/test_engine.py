@@ -17,7 +17,7 @@ from trlx_hybrid.testing.agreement import gap
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.testing.processes import Script
 from trlx_hybrid.types import Phase, Request, Sampling
-from trlx_hybrid_vllm import internals, plugin
+from trlx_hybrid_vllm import internals, versions
 from trlx_hybrid_vllm.arguments import serves_scheduler, shared_arguments
 from trlx_hybrid_vllm.options import VLLMOptions
 from trlx_hybrid_vllm.sampling import sampling_params
@@ -51,7 +51,7 @@ class Events:
 
 def test_a_newer_vllm_than_those_tested_is_proven_in_full_at_every_sync(run, monkeypatch, caplog):
     assert serves_scheduler({})
-    monkeypatch.setattr(plugin, "TESTED", ((0, 30), (0, 30)))
+    monkeypatch.setattr(versions, "TESTED", ((0, 30), (0, 30)))
     events = Events()
     run(trlx_hybrid.GRPOTrainer, use_vllm=True, max_steps=2, plugins=[events], hybrid={"verify_every": 0})
     assert [what[2] for what in events.seen if what[0] == "sync"] == ["full", "full"]

@@ -85,7 +85,7 @@ test-versions: .venv-newest/run
 		plugins/trlx-hybrid-training/tests/test_packed.py::test_packed_is_what_padded_is tests/test_trl_internals.py
 
 # torchvision has no published build for CPUs: its operators are declared as Python starts, which is all that is needed.
-.venv-vision/run: AT_START := import trlx_hybrid.testing.torchvision_operators
+.venv-vision/run: AT_START := import tests.support.torchvision_operators
 
 # The longest first: at the end there is less to wait for.
 test-vision: .venv-vision/run

@@ -138,7 +138,8 @@ def served(name: str, targets: str | list[str] | None) -> dict[str, Any]:
     from peft import LoraConfig, get_peft_model
     from trlx_hybrid import HybridEngine
     from trlx_hybrid.errors import EngineError, HybridError
-    from trlx_hybrid.testing.agreement import gap
+
+    from tests.support.agreement import gap
 
     model, tokenizer = built(name)
     if getattr(model.config, "attn_logit_softcapping", None):
@@ -175,7 +176,7 @@ def served(name: str, targets: str | list[str] | None) -> dict[str, Any]:
 
 
 def gap_of_pictured(session: Any, shown: bool = True) -> float:
-    """As `trlx_hybrid.testing.agreement.gap`, of a model that sees pictures. What stands for one is never sampled.
+    """As `tests.support.agreement.gap`, of a model that sees pictures. What stands for one is never sampled.
 
     Args:
         shown: whether there is a picture in the prompt.

@@ -15,8 +15,9 @@ from peft import (
 )
 from trlx_hybrid import HybridConfig, HybridEngine
 from trlx_hybrid.errors import ComponentError, SyncError
-from trlx_hybrid.testing.agreement import gap
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+
+from tests.support.agreement import gap
 
 PLAIN = {"r": 4, "init_lora_weights": "gaussian", "target_modules": ["q_proj", "v_proj"]}
 

@@ -13,7 +13,6 @@ import trlx_hybrid
 import vllm
 from trlx_hybrid import hookimpl
 from trlx_hybrid.errors import ConfigError, EngineError, StaleWeightsError
-from trlx_hybrid.testing.agreement import gap
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.testing.processes import Script
 from trlx_hybrid.types import Phase, Request, Sampling
@@ -21,6 +20,8 @@ from trlx_hybrid_vllm import internals, versions
 from trlx_hybrid_vllm.arguments import serves_scheduler, shared_arguments
 from trlx_hybrid_vllm.options import VLLMOptions
 from trlx_hybrid_vllm.sampling import sampling_params
+
+from tests.support.agreement import gap
 
 SCRIPTS = Path(__file__).parent / "scripts"
 

@@ -8,9 +8,10 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainerCallba
 from trlx_hybrid import hookimpl
 from trlx_hybrid.errors import ComponentError
 from trlx_hybrid.memory.ledger import parameter_sizes
-from trlx_hybrid.testing.agreement import gap
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.weights import quantised
+
+from tests.support.agreement import gap
 
 pytest.importorskip("bitsandbytes")
 ADAPTER = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": "gaussian"}

@@ -8,12 +8,13 @@ import trlx_hybrid
 from peft import LoraConfig
 from transformers import TrainerCallback
 from trlx_hybrid import hookimpl
-from trlx_hybrid.testing.agreement import gap
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.testing.processes import rank_reports
 from trlx_hybrid_vllm.adapted_linear import Joined
 from trlx_hybrid_vllm.internals import model_of
 from vllm import SamplingParams
+
+from tests.support.agreement import gap
 
 ADAPTER = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "init_lora_weights": "gaussian"}
 

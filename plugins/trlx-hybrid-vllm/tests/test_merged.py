@@ -8,11 +8,12 @@ import trlx_hybrid
 from peft import LoraConfig, get_peft_model
 from trlx_hybrid import HybridConfig, HybridEngine, hookimpl
 from trlx_hybrid.errors import ComponentError, ConfigError, SyncError
-from trlx_hybrid.testing.agreement import gap
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.testing.processes import rank_reports
 from trlx_hybrid_vllm import internals
 from trlx_hybrid_vllm.weight_sync.merged import SHARE, Factors, merge, rounded_at_random
+
+from tests.support.agreement import gap
 
 ADAPTER = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}  # a scaling of 2: a product times it is exact
 

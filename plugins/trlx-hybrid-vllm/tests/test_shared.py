@@ -6,10 +6,11 @@ import trlx_hybrid
 from accelerate import Accelerator
 from safetensors import safe_open
 from trlx_hybrid.errors import ComponentError, SyncError
-from trlx_hybrid.testing.agreement import gap
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.weights import verify as proof
 from trlx_hybrid_vllm import internals
+
+from tests.support.agreement import gap
 
 SHAPES = [(a, tied) for a in ("qwen2", "qwen3", "llama") for tied in (False, True)] + [("gemma2", True)]
 """Gemma ties its embeddings always."""

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer, HybridConfig, hookimpl
-from trlx_hybrid.testing.launched import use_fsdp_on_cpu
+
+from tests.support.fsdp import use_fsdp_on_cpu
 
 from .harness import synchronise
 from .rollout import SCALES, tokenizer

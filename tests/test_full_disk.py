@@ -18,8 +18,7 @@ from trlx_hybrid.config import RESUME_VARIABLE
 from trlx_hybrid.errors import HybridError
 from trlx_hybrid.hybrid_engine import HybridEngine
 from trlx_hybrid.protocols import Algorithm
-from trlx_hybrid.testing.launched import sorting_prompts, tiny_grpo
-from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+from trlx_hybrid.testing.models import character_tokenizer, sorting_prompts, tiny_grpo, tiny_model
 from trlx_hybrid.trl.checkpoint import newest_checkpoint
 
 SCRIPTS = Path(__file__).parent / "scripts"

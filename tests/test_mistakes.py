@@ -18,8 +18,7 @@ from trlx_hybrid.hybrid_engine import HybridEngine
 from trlx_hybrid.protocols import Algorithm, EnvironmentArguments, Rollout, Scores, Scoring
 from trlx_hybrid.testing.chat import chat_tokenizer
 from trlx_hybrid.testing.conformance import check_algorithm
-from trlx_hybrid.testing.launched import tiny_grpo
-from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+from trlx_hybrid.testing.models import character_tokenizer, tiny_grpo, tiny_model
 from trlx_hybrid.trl.recording import RecordedBatch, Recording
 from trlx_hybrid.types import LoadReport
 

@@ -394,7 +394,7 @@ def test_two_processes_shard_the_model_as_the_recipe_says(stand_ins, tmp_path, c
     assert main(["train", str(FOLDER / "math-8x80gb.yaml"), *flags, "--forecast", "2x80"]) == 0
     held = [line for line in capsys.readouterr().out.splitlines() if line.startswith(OWNERS)]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]  # accelerate starts one on CPUs
-    script = "from trlx_hybrid.testing.launched import use_fsdp_on_cpu\nuse_fsdp_on_cpu()\n"
+    script = "from tests.support.fsdp import use_fsdp_on_cpu\nuse_fsdp_on_cpu()\n"
     (tmp_path / "train.py").write_text(script + "from trlx_hybrid.cli import main\nraise SystemExit(main())\n")
     command += ["--master_port", str(free_port()), "train.py", "train", str(FOLDER / "math-8x80gb.yaml"), *flags]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=500, check=False)

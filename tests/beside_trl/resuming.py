@@ -1,6 +1,6 @@
 """A run that is resumed at each of its steps, against the run that was never stopped."""
 
-from trlx_hybrid.testing.launched import sorting_prompts
+from trlx_hybrid.testing.models import sorting_prompts
 
 from .rig import apart, folder, trained, weights
 

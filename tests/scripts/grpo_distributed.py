@@ -13,8 +13,9 @@ import torch
 from peft import LoraConfig
 from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer
-from trlx_hybrid.testing.launched import sorting_prompts, tiny_grpo, use_fsdp_on_cpu
-from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+from trlx_hybrid.testing.models import character_tokenizer, sorting_prompts, tiny_grpo, tiny_model
+
+from tests.support.fsdp import use_fsdp_on_cpu
 
 
 def main(out: Path, options: dict[str, str]) -> None:

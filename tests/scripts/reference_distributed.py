@@ -14,8 +14,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer, HybridConfig
-from trlx_hybrid.testing.launched import FSDP2, sorting_prompts, tiny_grpo, use_fsdp_on_cpu
-from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+from trlx_hybrid.testing.models import character_tokenizer, sorting_prompts, tiny_grpo, tiny_model
+
+from tests.support.fsdp import FSDP2, use_fsdp_on_cpu
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 NAMES = ["first", "second"]

@@ -9,8 +9,7 @@ import torch
 from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid.testing.launched import sorting_prompts, tiny_grpo
-from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+from trlx_hybrid.testing.models import character_tokenizer, sorting_prompts, tiny_grpo, tiny_model
 
 
 def digits(completions, **kwargs):

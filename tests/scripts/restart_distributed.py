@@ -13,7 +13,9 @@ import os
 import sys
 from pathlib import Path
 
-from trlx_hybrid.testing.launched import FSDP2, sorting_prompts, tiny_grpo, use_fsdp_on_cpu
+from trlx_hybrid.testing.models import sorting_prompts, tiny_grpo
+
+from tests.support.fsdp import FSDP2, use_fsdp_on_cpu
 
 if "sharded" in sys.argv:
     os.environ.update(FSDP2 | {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"})

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer, HybridConfig
 from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
-from trlx_hybrid.testing.launched import tiny_grpo
+from trlx_hybrid.testing.models import tiny_grpo
 
 RANK = int(os.environ["RANK"])
 ROOT = str(Path(__file__).parents[2])

@@ -31,8 +31,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from trlx_hybrid.testing.launched import FSDP2_FILE
 from whole_run import SCRIPTS, Ended, run
+
+from tests.support.fsdp import FSDP2_FILE
 
 PHASES = ("save", "rollout", "sync", "backward", "tool")
 FAULTS = ("kill", "stop", "torn", "disk")

@@ -33,7 +33,7 @@ def tiny_tokenizer() -> Any:
 @pytest.fixture
 def tiny_dataset() -> Any:
     """A `datasets.Dataset` of prompts that `tiny_tokenizer` can read."""
-    from .launched import sorting_prompts
+    from .models import sorting_prompts
 
     return sorting_prompts()
 
@@ -57,7 +57,7 @@ def tiny_trainer(
         from trl import GRPOTrainer as BaseGRPOTrainer
         from trlx_hybrid import GRPOTrainer
 
-        from .launched import tiny_grpo
+        from .models import tiny_grpo
 
         own = {"plugins", "hybrid", *inspect.signature(BaseGRPOTrainer.__init__).parameters}
         arguments = {name: given.pop(name) for name in list(given) if name in own}

@@ -1,7 +1,9 @@
-"""Tiny models of real architectures with random weights, and a character tokenizer, built without any download."""
+"""What a tiny run needs, built without any download: models of real architectures with random weights, a character
+tokenizer, prompts, and arguments of a trainer."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 CHARACTERS = [chr(code) for code in range(32, 127)]
@@ -137,3 +139,35 @@ def tiny_model(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **fields))
     return model.to(dtype or torch.float32)
+
+
+def tiny_grpo(folder: Path, **settings: Any) -> dict[str, Any]:
+    """Return arguments of a GRPOConfig: a few steps of a tiny model through vLLM on a CPU, the same on any number of
+    ranks.
+
+    Args:
+        folder: the output folder.
+        settings: further arguments, which override the defaults.
+    """
+    return {
+        "output_dir": str(folder),
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "max_steps": 3,
+        "optim": "sgd",  # Adam divides rounding noise by itself where a gradient is zero
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "disable_tqdm": True,
+        "use_vllm": True,
+        "vllm_max_model_length": 48,
+    } | settings
+
+
+def sorting_prompts(count: int = 32) -> Any:
+    """Return a `datasets.Dataset` of different prompts that `character_tokenizer` can read."""
+    from datasets import Dataset
+
+    return Dataset.from_dict({"prompt": [f"sort {i * 7919 % 1000}=" for i in range(count)]})

@@ -11,7 +11,7 @@ from trlx_hybrid import GRPOTrainer, RLOOTrainer, hookimpl
 from trlx_hybrid.errors import ComponentError, ConfigError
 from trlx_hybrid.protocols import Algorithm
 from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
-from trlx_hybrid.testing.launched import sorting_prompts
+from trlx_hybrid.testing.models import sorting_prompts
 from trlx_hybrid_multiturn.environment import Step
 from trlx_hybrid_multiturn.rollout_func import episodes
 

@@ -8,8 +8,7 @@ from datasets import Dataset
 from trl import GRPOConfig
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.rollout.conversation import images_of
-from trlx_hybrid.testing.launched import tiny_grpo
-from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+from trlx_hybrid.testing.models import character_tokenizer, tiny_grpo, tiny_model
 from trlx_hybrid.testing.vision import MARKS, chatty_vision_model, picture
 from trlx_hybrid_multiturn import Step, episode_reward, episodes
 from trlx_hybrid_multiturn.tokens import TemplateTokens

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from trlx_hybrid.testing.launched import FSDP2
 from trlx_hybrid.testing.processes import start_ranks, wait_all
 from trlx_hybrid_ray.launch import Job, accelerate_arguments
 from trlx_hybrid_ray.launch import launch as run
 from trlx_hybrid_ray.reaper import SHARED_MEMORY, mapped
+
+from tests.support.fsdp import FSDP2
 
 SCRIPTS = Path(__file__).parent / "scripts"
 OBEDIENT = str(SCRIPTS / "obedient.py")

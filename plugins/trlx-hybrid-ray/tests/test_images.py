@@ -5,7 +5,7 @@ import trlx_hybrid
 from trl import GRPOConfig
 from trlx_hybrid import HybridConfig, HybridEngine
 from trlx_hybrid.errors import EngineError
-from trlx_hybrid.testing.launched import tiny_grpo
+from trlx_hybrid.testing.models import tiny_grpo
 from trlx_hybrid.testing.vision import PATCHES, counted_squares, other_vision_model, picture, tiny_vision_model
 
 NEEDED = "the processors of vision-language models need torchvision"

@@ -13,8 +13,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import OBEDIENT, launch
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid.testing.launched import FSDP2_FILE
 from trlx_hybrid_ray.launch import Job, accelerate_arguments, variables
+
+from tests.support.fsdp import FSDP2_FILE
 
 PROCESS = {
     # one run's, or one process's

@@ -21,8 +21,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import OBEDIENT, SCRIPTS, Segments, launch, nothing_left
-from trlx_hybrid.testing.launched import FSDP2_FILE
 from trlx_hybrid_ray.placement import alive_nodes
+
+from tests.support.fsdp import FSDP2_FILE
 
 SEEDS = int(os.environ.get("FAULT_SEEDS", "3"))
 CHEAP = 15  # seeds without GRPO

@@ -10,7 +10,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import SCRIPTS, Segments, launch, nothing_left, reports, without_ray
-from trlx_hybrid.testing.launched import FSDP2_FILE
+
+from tests.support.fsdp import FSDP2_FILE
 
 GRPO = SCRIPTS / "launched_grpo.py"
 

@@ -11,8 +11,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import SCRIPTS, Segments, launch, nothing_left, reports, without_ray
-from trlx_hybrid.testing.launched import FSDP2_FILE
 from trlx_hybrid.trl.checkpoint import newest_checkpoint
+
+from tests.support.fsdp import FSDP2_FILE
 
 
 class Killer(threading.Thread):

@@ -132,7 +132,7 @@ def test_ranks_of_a_launch_share_engines(two_nodes, capfd, tmp_path, monkeypatch
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     segments = Segments()
     config = tmp_path / "accelerate.yaml"
-    from trlx_hybrid.testing.launched import FSDP2_FILE
+    from tests.support.fsdp import FSDP2_FILE
 
     config.write_text(json.dumps(FSDP2_FILE))
     script, options = SCRIPTS / "remote_grpo.py", ("model=tiny", "fsdp=1")

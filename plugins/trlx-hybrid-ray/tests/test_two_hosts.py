@@ -22,7 +22,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import OBEDIENT, SCRIPTS
 from test_launch_grpo import GRPO
-from trlx_hybrid.testing.launched import FSDP2_FILE
+
+from tests.support.fsdp import FSDP2_FILE
 
 PICTURES = Path(__file__).parents[2] / "trlx-hybrid-reshard/tests/scripts/images.py"
 ADDRESSES = ("10.77.0.1", "10.77.0.2")

@@ -15,12 +15,13 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from trl import RLOOConfig
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.session import Session
-from trlx_hybrid.testing.launched import FSDP2
 from trlx_hybrid.testing.processes import rank_reports
 from trlx_hybrid.trl.scoring import in_training
 from trlx_hybrid_training.options import PackedOptions
 from trlx_hybrid_training.recomputation import SHARE, WORKSPACE
 from trlx_hybrid_training.scoring import Packed
+
+from tests.support.fsdp import FSDP2
 
 sys.path.insert(0, str(Path(__file__).parent))
 from scripted import STEPS, difference, lora, masked

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
-from trlx_hybrid.testing.launched import FSDP2
 from trlx_hybrid.testing.processes import rank_reports
+
+from tests.support.fsdp import FSDP2
 
 SCRIPT = Path(__file__).parent / "scripts" / "scoring_distributed.py"
 

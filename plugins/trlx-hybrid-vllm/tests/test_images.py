@@ -7,7 +7,7 @@ from peft import LoraConfig
 from trl import GRPOConfig
 from trlx_hybrid import HybridConfig, HybridEngine, hookimpl
 from trlx_hybrid.errors import EngineError
-from trlx_hybrid.testing.launched import tiny_grpo
+from trlx_hybrid.testing.models import tiny_grpo
 from trlx_hybrid.testing.vision import MARKS, PATCHES, counted_squares, picture, tiny_vision_model
 from trlx_hybrid.types import Sampling
 

@@ -21,7 +21,9 @@ from transformers import TrainerCallback
 from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer, HybridConfig, hookimpl
 from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
-from trlx_hybrid.testing.launched import tiny_grpo, use_fsdp_on_cpu
+from trlx_hybrid.testing.models import tiny_grpo
+
+from tests.support.fsdp import use_fsdp_on_cpu
 
 OUT = Path(sys.argv[1])
 FAULT = dict(option.split("=") for option in sys.argv[2:])

@@ -16,8 +16,9 @@ import torch
 from transformers import TrainerCallback
 from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer, HybridConfig, hookimpl
-from trlx_hybrid.testing.launched import sorting_prompts, tiny_grpo, use_fsdp_on_cpu
-from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+from trlx_hybrid.testing.models import character_tokenizer, sorting_prompts, tiny_grpo, tiny_model
+
+from tests.support.fsdp import use_fsdp_on_cpu
 
 OUT = Path(sys.argv[1])
 OPTIONS = dict(option.split("=") for option in sys.argv[2:])

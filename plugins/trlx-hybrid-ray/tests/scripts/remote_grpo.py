@@ -20,9 +20,10 @@ import psutil
 import torch
 from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer, HybridConfig, hookimpl
-from trlx_hybrid.testing.launched import sorting_prompts, use_fsdp_on_cpu
-from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+from trlx_hybrid.testing.models import character_tokenizer, sorting_prompts, tiny_model
 from trlx_hybrid_ray.remote import remote_reward
+
+from tests.support.fsdp import use_fsdp_on_cpu
 
 SHAPES = {
     "tiny": {},

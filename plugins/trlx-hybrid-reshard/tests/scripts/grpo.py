@@ -10,9 +10,10 @@ from peft import LoraConfig
 from torch.distributed.tensor import DTensor
 from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer, HybridConfig, hookimpl
-from trlx_hybrid.testing.launched import FSDP2, sorting_prompts, tiny_grpo, use_fsdp_on_cpu
-from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+from trlx_hybrid.testing.models import character_tokenizer, sorting_prompts, tiny_grpo, tiny_model
 from trlx_hybrid_vllm.internals import model_of
+
+from tests.support.fsdp import FSDP2, use_fsdp_on_cpu
 
 FROZEN = "layers.1.mlp"
 ADAPTED = ("q_proj", "k_proj", "v_proj", "down_proj")

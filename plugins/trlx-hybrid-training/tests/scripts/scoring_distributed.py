@@ -14,9 +14,10 @@ from peft.tuners.lora.layer import Linear
 from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer
 from trlx_hybrid.session import Session
-from trlx_hybrid.testing.launched import sorting_prompts, tiny_grpo, use_fsdp_on_cpu
-from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+from trlx_hybrid.testing.models import character_tokenizer, sorting_prompts, tiny_grpo, tiny_model
 from trlx_hybrid_training.scoring import Packed
+
+from tests.support.fsdp import use_fsdp_on_cpu
 
 
 class Scripted:

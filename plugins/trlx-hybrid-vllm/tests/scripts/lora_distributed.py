@@ -16,9 +16,10 @@ import torch
 from peft import LoraConfig
 from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer, HybridConfig, hookimpl
-from trlx_hybrid.testing.launched import FSDP2, sorting_prompts, tiny_grpo, use_fsdp_on_cpu
-from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+from trlx_hybrid.testing.models import character_tokenizer, sorting_prompts, tiny_grpo, tiny_model
 from trlx_hybrid.weights.sharded import is_sharded
+
+from tests.support.fsdp import FSDP2, use_fsdp_on_cpu
 
 RANK = int(os.environ["RANK"])
 CUDA = torch.cuda.is_available()

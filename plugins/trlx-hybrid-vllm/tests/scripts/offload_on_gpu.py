@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer, HybridConfig
-from trlx_hybrid.testing.launched import sorting_prompts, tiny_grpo
-from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+from trlx_hybrid.testing.models import character_tokenizer, sorting_prompts, tiny_grpo, tiny_model
 
 SHAPE = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
 SHAPE |= {"num_key_value_heads": 2, "head_dim": 128, "vocab_size": 151936, "initializer_range": 0.02}

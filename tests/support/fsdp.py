@@ -1,9 +1,8 @@
-"""Settings shared by the scripts that tests launch in several processes."""
+"""Settings of FSDP2 for test scripts that run on a CPU in several processes."""
 
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
 FSDP2 = {
@@ -56,35 +55,3 @@ def use_fsdp_on_cpu() -> None:
             state.PartialState._shared_state["distributed_type"] = self.distributed_type
 
     state.AcceleratorState.__init__ = init
-
-
-def tiny_grpo(folder: Path, **settings: Any) -> dict[str, Any]:
-    """Return arguments of a GRPOConfig: a few steps of a tiny model through vLLM on a CPU, the same on any number of
-    ranks.
-
-    Args:
-        folder: the output folder.
-        settings: further arguments, which override the defaults.
-    """
-    return {
-        "output_dir": str(folder),
-        "num_generations": 4,
-        "max_completion_length": 8,
-        "max_steps": 3,
-        "optim": "sgd",  # Adam divides rounding noise by itself where a gradient is zero
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "bf16": False,
-        "disable_tqdm": True,
-        "use_vllm": True,
-        "vllm_max_model_length": 48,
-    } | settings
-
-
-def sorting_prompts(count: int = 32) -> Any:
-    """Return a `datasets.Dataset` of different prompts that `character_tokenizer` can read."""
-    from datasets import Dataset
-
-    return Dataset.from_dict({"prompt": [f"sort {i * 7919 % 1000}=" for i in range(count)]})

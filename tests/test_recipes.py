@@ -371,7 +371,8 @@ def test_pictures(stand_ins, tmp_path, started_once):
     """In `make test-vision`, which has the torchvision that processors of images need."""
     pytest.importorskip("torchvision", reason="the processors of vision-language models need torchvision")
     from datasets import Dataset
-    from trlx_hybrid.testing.vision import chatty_vision_model, picture
+
+    from tests.support.vision import chatty_vision_model, picture
 
     turns = ["<think>\nthree\n</think>\nIt is 3", "It is 4"]
     flags = stand_ins(turns)

@@ -123,7 +123,9 @@ def measure(name: str) -> dict[str, Any]:
 def built(name: str) -> tuple[Any, Any]:
     """The tiny model, and its tokenizer or processor."""
     from trlx_hybrid.testing.models import character_tokenizer, tiny_model
-    from trlx_hybrid.testing.vision import PATCHES, other_vision_model, tiny_vision_model
+    from trlx_hybrid.testing.vision import PATCHES, tiny_vision_model
+
+    from tests.support.vision import other_vision_model
 
     architecture, fields = MODELS[name]
     if name not in PICTURED:
@@ -182,9 +184,10 @@ def gap_of_pictured(session: Any, shown: bool = True) -> float:
         shown: whether there is a picture in the prompt.
     """
     import torch
-    from trlx_hybrid.testing.vision import picture
     from trlx_hybrid.types import Sampling
     from trlx_hybrid.weights.policy import evaluating
+
+    from tests.support.vision import picture
 
     policy, processor = session.policy, session.policy.processing_class
     images = [[picture("qwen2_5_vl", squares=5)]] if shown else None

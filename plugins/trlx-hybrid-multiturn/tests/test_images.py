@@ -9,9 +9,11 @@ from trl import GRPOConfig
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.rollout.conversation import images_of
 from trlx_hybrid.testing.models import character_tokenizer, tiny_grpo, tiny_model
-from trlx_hybrid.testing.vision import MARKS, chatty_vision_model, picture
+from trlx_hybrid.testing.vision import MARKS
 from trlx_hybrid_multiturn import Step, episode_reward, episodes
 from trlx_hybrid_multiturn.tokens import TemplateTokens
+
+from tests.support.vision import chatty_vision_model, picture
 
 NEEDED = "the processors of vision-language models need torchvision"
 CALL = '<tool_call>\n{"name": "look", "arguments": {"n": %d}}\n</tool_call>'

@@ -6,7 +6,9 @@ from trl import GRPOConfig
 from trlx_hybrid import HybridConfig, HybridEngine
 from trlx_hybrid.errors import EngineError
 from trlx_hybrid.testing.models import tiny_grpo
-from trlx_hybrid.testing.vision import PATCHES, counted_squares, other_vision_model, picture, tiny_vision_model
+from trlx_hybrid.testing.vision import PATCHES, tiny_vision_model
+
+from tests.support.vision import counted_squares, other_vision_model, picture
 
 NEEDED = "the processors of vision-language models need torchvision"
 

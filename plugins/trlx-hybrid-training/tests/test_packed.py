@@ -19,9 +19,11 @@ from trl import RLOOConfig
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.testing.chat import chat_tokenizer
 from trlx_hybrid.testing.models import tiny_model
-from trlx_hybrid.testing.vision import counted_squares, tiny_vision_model
+from trlx_hybrid.testing.vision import tiny_vision_model
 from trlx_hybrid_training import attention
 from trlx_hybrid_training.packing import Pack
+
+from tests.support.vision import counted_squares
 
 sys.path.insert(0, str(Path(__file__).parent))
 from scripted import Scripted, difference, gradients, lora, masked

@@ -8,8 +8,10 @@ from trl import GRPOConfig
 from trlx_hybrid import HybridConfig, HybridEngine, hookimpl
 from trlx_hybrid.errors import EngineError
 from trlx_hybrid.testing.models import tiny_grpo
-from trlx_hybrid.testing.vision import MARKS, PATCHES, counted_squares, picture, tiny_vision_model
+from trlx_hybrid.testing.vision import MARKS, PATCHES, tiny_vision_model
 from trlx_hybrid.types import Sampling
+
+from tests.support.vision import counted_squares, picture
 
 NEEDED = "the processors of vision-language models need torchvision"
 SAMPLING = Sampling(max_tokens=8, logprobs=0, extra={"ignore_eos": True})

@@ -4,8 +4,9 @@ from datasets import Dataset
 from grpo import Proofs
 from trl import GRPOConfig, ModelConfig, TrlParser
 from trlx_hybrid import GRPOTrainer, HybridConfig
-from trlx_hybrid.testing.vision import picture
 from trlx_hybrid_multiturn import Step, episode_reward, episodes
+
+from tests.support.vision import picture
 
 
 class Gallery:

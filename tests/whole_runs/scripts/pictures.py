@@ -4,7 +4,8 @@ from grpo import Proofs, reward
 from transformers import AutoConfig
 from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config
 from trlx_hybrid import GRPOTrainer, HybridConfig
-from trlx_hybrid.testing.vision import counted_squares
+
+from tests.support.vision import counted_squares
 
 if __name__ == "__main__":
     config, model, hybrid = TrlParser((GRPOConfig, ModelConfig, HybridConfig)).parse_args_and_config()

@@ -11,9 +11,10 @@ from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer, HybridConfig, hookimpl
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.testing.models import tiny_grpo
-from trlx_hybrid.testing.vision import MARKS, counted_squares, picture, tiny_vision_model
+from trlx_hybrid.testing.vision import MARKS, tiny_vision_model
 
 from tests.support.fsdp import FSDP2, use_fsdp_on_cpu
+from tests.support.vision import counted_squares, picture
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 LAYERS = {"qwen2_5_vl": "Qwen2_5_VLDecoderLayer", "qwen3_vl": "Qwen3VLTextDecoderLayer"}

@@ -86,6 +86,7 @@ test-versions: .venv-newest/run
 
 # torchvision has no published build for CPUs: its operators are declared as Python starts, which is all that is needed.
 .venv-vision/run: AT_START := import tests.support.torchvision_operators
+.venv-vision/run: tests/support/torchvision_operators.py
 
 # The longest first: at the end there is less to wait for.
 test-vision: .venv-vision/run

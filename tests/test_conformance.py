@@ -234,6 +234,15 @@ class Silent(Rollout):
         return session.live_engine.generate(requests, sampling)
 
 
+class Failing(Rollout):
+    name, tells = "broken", True
+
+    def run(self, session, requests, sampling):
+        assert session.on_completion is not None
+        self.session = session
+        raise RuntimeError("no answer")
+
+
 class MaskedLate(Passing):
     def converse(self, session, dialogues, limits, request):
         conversations = self._component.converse(session, dialogues, limits, request)
@@ -253,6 +262,13 @@ class MaskedLate(Passing):
 def test_a_rollouts_mistake_is_named(original, kind, message):
     with pytest.raises(ConformanceError, match=message):
         check_rollout("broken", engine_options=OPTIONS, plugins=[broken("rollout", original, kind)])
+
+
+def test_a_rollout_that_fails_leaves_nothing_behind_in_its_session():
+    failing = Failing()
+    with pytest.raises(ConformanceError, match="no answer"):
+        check_rollout("broken", engine_options=OPTIONS, plugins=[broken("rollout", "single_turn", lambda _: failing)])
+    assert failing.session.on_completion is None
 
 
 class Count:

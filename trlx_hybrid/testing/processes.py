@@ -15,13 +15,14 @@ import runpy
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing import forkserver
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
-from unittest.mock import patch
+
+import pytest
 
 STACK = (
     "accelerate",
@@ -125,11 +126,14 @@ def rank_reports(
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(count)]
 
 
-def models_inspected_here() -> AbstractContextManager[Any]:
+@contextmanager
+def models_inspected_here() -> Iterator[None]:
     """Let vLLM inspect model classes in this process inside the context. By default it inspects each class that is new
     on this machine in a subprocess, whose imports take ten seconds of CPU time, because the inspection could start
     CUDA; on a CPU it cannot."""
-    return patch("vllm.model_executor.models.registry._run_in_subprocess", lambda look: look())
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr("vllm.model_executor.models.registry._run_in_subprocess", lambda look: look())
+        yield
 
 
 def free_port() -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 
@@ -13,6 +14,8 @@ from .findings import ConformanceError, require
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ...ranks import Ranks
 
 GROUPS = 2
 
@@ -46,7 +49,7 @@ def check_advantages(trainer: Any) -> None:
     torn[1] = float("nan")
     _given(trainer, torn, "a row without any reward")
     others = torch.full((rows, functions), 0.5)
-    with patch.multiple(trainer.session.ranks, rank=1, world=2):
+    with _second_of_two(trainer.session.ranks):
         half = torch.cat([others[: size // 2], spread[: size - size // 2]])
         _given(trainer, half, "a group that lies on two ranks", rows=size - size // 2)
         ours = [torch.cat([others, rewards]) for rewards in (spread, spread.flip(0))]
@@ -57,6 +60,17 @@ def check_advantages(trainer: Any) -> None:
             "trlx_advantages: on the second of two ranks, other rewards of its own rows changed none of them.",
             "batch['rewards_per_func'] has the rows of all ranks: this rank's B begin at session.ranks.rank * B.",
         )
+
+
+@contextmanager
+def _second_of_two(ranks: Ranks) -> Iterator[None]:
+    """Let `ranks` say, inside the context, that this process is the second of two."""
+    before = ranks.rank, ranks.world
+    ranks.rank, ranks.world = 1, 2
+    try:
+        yield
+    finally:
+        ranks.rank, ranks.world = before
 
 
 def _given(trainer: Any, rewards: Tensor, what: str, rows: int | None = None) -> Tensor | None:

@@ -112,8 +112,10 @@ def _told(name: str, session: Session, hook: str, count: int) -> Iterator[None]:
         yield
         return
     setattr(session, hook, lambda row, *_: rows.append(row))
-    yield
-    setattr(session, hook, None)
+    try:
+        yield
+    finally:
+        setattr(session, hook, None)
     require(
         sorted(rows) == list(range(count)),
         f"{name}: `tells` is set, and `{hook}` was called for the rows {rows} of {count}.",

@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 import torch
 from trlx_hybrid import hookimpl
-from trlx_hybrid.protocols import Algorithm, Rollout
+from trlx_hybrid.protocols import Algorithm, Rollout, Scores, Scoring
 from trlx_hybrid.testing.conformance import (
     ConformanceError,
     check_advantages,
@@ -19,6 +19,7 @@ from trlx_hybrid.testing.conformance import (
     check_environment,
     check_imports,
     check_rollout,
+    check_scoring,
     check_weights,
 )
 from trlx_hybrid.types import LoadReport
@@ -437,9 +438,14 @@ class Asked(Algorithm):
 
     def loss(self, scores, batch):
         kept = torch.ones_like(scores.log_probs) if self.mistake == "unmasked" else batch["completion_mask"]
+        if self.mistake != "tools":
+            kept = kept * batch.get("tool_mask", 1)
         if self.mistake == "empty":
             return -((scores.log_probs * kept).sum(1) / kept.sum(1)).mean()
-        term = -(scores.log_probs * kept).sum() / kept.sum()
+        advantages = batch["advantages"]
+        if self.mistake == "broadcast" or advantages.ndim == 1:
+            advantages = advantages.unsqueeze(1)
+        term = -(scores.log_probs * kept * (1 + advantages)).sum() / kept.sum()
         return term.detach() if self.mistake == "detached" else term
 
     def state(self):
@@ -463,6 +469,8 @@ def test_an_algorithms_mistake_is_named(tiny_trainer, monkeypatch):
         ("written", "asked wrote into the groups' rewards. Return a new tensor"),
         ("divided", r"returned nan at \(0, 0\) from `advantages`"),
         ("unmasked", "gradient at tokens that are not trained. Multiply by batch"),
+        ("tools", "gradient at tokens that are not trained. Multiply by batch"),
+        ("broadcast", "with a row's advantage at each of its tokens, the `loss` is another one. Take both shapes"),
         ("empty", "returned nan from `loss`. A row may have no tokens"),
         ("detached", "returned a `loss` without gradients"),
         ("lost", "taken up from a checkpoint, it answered otherwise"),
@@ -470,12 +478,119 @@ def test_an_algorithms_mistake_is_named(tiny_trainer, monkeypatch):
     ):
         monkeypatch.setattr(Asked, "mistake", mistake)
         if message is None:
-            check_algorithm(trainer)
+            check_algorithm(trainer, per_token=True)
         else:
             with pytest.raises(ConformanceError, match=message):
-                check_algorithm(trainer)
+                check_algorithm(trainer, per_token=True)
     with pytest.raises(ConformanceError, match=r"has no algorithm\. Name one"):
         check_algorithm(tiny_trainer())
+
+
+@pytest.mark.parametrize("options", [{}, {"packing": False}, {"adaptive_checkpointing": True, "joined": True}], ids=str)
+def test_packed_rows_pass(tiny_trainer, options):
+    check_scoring(tiny_trainer(hybrid={"scoring": "packed", "scoring_options": options}, temperature=0.7))
+
+
+def test_padded_rows_pass(tiny_trainer):
+    check_scoring(tiny_trainer(hybrid={"scoring": "padded"}, temperature=0.7))
+
+
+class Alone(Scoring):
+    """A pass for each row, without its padding; broken as a test says."""
+
+    name = "alone"
+    mistake = ""
+    balanced = joins = True
+
+    def __init__(self, session):
+        self.temperature, self.config = session.args.temperature, session.policy.base.config
+
+    def score(self, rows):
+        if self.mistake == "all at once":
+            rows.forward(torch.full_like(rows.input_ids, -100), input_ids=rows.input_ids)
+        if self.mistake == "written":
+            rows.input_ids.zero_()
+        if self.mistake == "unrestored":
+            self.config._attn_implementation = "eager"
+        scored = [self.row(rows, i) for i in range(len(rows.input_ids))]
+        entropies = [one.entropies for one in scored if one.entropies is not None]
+        log_probs = torch.cat([one.log_probs for one in scored])
+        if self.mistake == "shuffled":
+            log_probs = log_probs.flip(0)
+        if self.mistake == "undefined":
+            log_probs = log_probs.masked_fill(log_probs == 0, float("nan"))
+        if self.mistake == "bare":
+            return log_probs
+        if self.mistake == "cut":
+            log_probs = log_probs.detach().requires_grad_() if log_probs.requires_grad else log_probs
+        of_all = torch.cat(entropies) if entropies and self.mistake != "without entropies" else None
+        return Scores(log_probs, of_all, None)
+
+    def row(self, rows, i):
+        kept = rows.attention_mask[i].bool()
+        if self.mistake == "padding":
+            kept = torch.ones_like(kept)
+        ids, length = rows.input_ids[i][kept][None], int(rows.attention_mask[i, -rows.completion_length :].sum())
+        labels = torch.full_like(ids, -100)
+        if length:
+            first = ids.shape[1] - length
+            if self.mistake == "padding":
+                first = ids.shape[1] - rows.completion_length
+            labels[:, first - 1 : first - 1 + length] = ids[:, first : first + length]
+        found = rows.forward(labels, input_ids=ids)
+        columns = (labels[0] != -100).nonzero()[:, 0]
+        if self.mistake == "shifted":
+            columns = columns.roll(-1)
+        pad = (0, rows.completion_length - length)
+        log_probs, entropies = (
+            None if one is None else torch.nn.functional.pad(one[:, columns], pad) for one in found[:2]
+        )
+        if self.mistake == "hot":
+            log_probs = torch.nn.functional.pad(self.at_one(rows.model, ids, length), pad)
+        return Scores(log_probs, entropies, None)
+
+    def at_one(self, model, ids, length):
+        of_all = model(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        return of_all[:, of_all.shape[1] - length :]
+
+    def micro_batches(self, prompts, tokens, count):
+        rows = [[*range(start, len(tokens), count)] for start in range(count)]
+        return [[0] * len(some) for some in rows] if self.mistake == "twice" else rows
+
+    def joined(self, tokens):
+        return 0 if self.mistake == "none joined" else len(tokens)
+
+
+def test_a_scorings_mistake_is_named(tiny_trainer, monkeypatch):
+    def made(session, options):
+        return Alone(session)
+
+    offer = SimpleNamespace(trlx_register=hookimpl(lambda registry: registry.offer("scoring", "alone", made)))
+    trainer = tiny_trainer(hybrid={"scoring": "alone"}, plugins=[offer], temperature=0.7)
+    for mistake, message in (
+        ("", None),
+        ("all at once", r"`rows.forward` was given 6 rows where `rows.at_once` is 2\. Split"),
+        ("bare", r"`score` did not return Scores with log-probs of shape \(6, 9\)"),
+        ("written", "wrote into the rows that it was given"),
+        ("shuffled", "They are another row's"),
+        ("shifted", "They fit when moved by one token"),
+        ("hot", r"They are those at temperature 1, not at 0\.7"),
+        ("padding", "neither to padding nor to a neighbour"),
+        ("undefined", "some log-probs are not finite"),
+        ("without entropies", "returned no entropies in the shape of its log-probs"),
+        ("cut", "gradient differs from that of the rows alone"),
+        ("twice", "Return 1 lists of 6 row numbers"),
+        ("none joined", "`joined` returned 0"),
+        ("unrestored", "after `close`, the model has other attention"),
+    ):
+        monkeypatch.setattr(Alone, "mistake", mistake)
+        if message is None:
+            check_scoring(trainer)
+        else:
+            with pytest.raises(ConformanceError, match=message):
+                check_scoring(trainer)
+    with pytest.raises(ConformanceError, match="has no scoring of a plugin"):
+        check_scoring(tiny_trainer())
 
 
 def test_heavy_imports_are_named(tmp_path, monkeypatch):

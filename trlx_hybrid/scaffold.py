@@ -77,6 +77,10 @@ KINDS = {
         use='Choose it as `HybridConfig(engine="vllm", rollout="$name")`, or `--rollout $name`.',
         samples=True,
     ),
+    "scoring": Kind(
+        summary="A scoring that cuts off the padding that no row of a forward pass needs",
+        use='Choose it as `HybridConfig(scoring="$name")`, or `--scoring $name`.',
+    ),
     "weights": Kind(
         summary="A weight sync that streams full tensors through the engine's loader",
         use='Choose it as `HybridConfig(engine="vllm", weights="$name")`, or `--weights $name`.',

@@ -307,4 +307,4 @@ def test_two_sources_of_advantages_are_refused_with_both_names(run):
     ids="-".join,
 )
 def test_they_do_what_others_must(tiny_trainer, names):
-    check_algorithm(tiny_trainer(hybrid={"algorithm": names}))
+    check_algorithm(tiny_trainer(hybrid={"algorithm": names}), per_token=True)

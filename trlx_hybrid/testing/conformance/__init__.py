@@ -11,6 +11,7 @@ from .environment import check_environment
 from .findings import ConformanceError
 from .imports import check_imports
 from .rollout import check_rollout
+from .scoring import check_scoring
 from .weights import check_weights
 
 __all__ = [
@@ -21,5 +22,6 @@ __all__ = [
     "check_environment",
     "check_imports",
     "check_rollout",
+    "check_scoring",
     "check_weights",
 ]

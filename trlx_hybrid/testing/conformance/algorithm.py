@@ -19,13 +19,15 @@ ROWS = 64  # rows of the dataset from which prompts are drawn
 GROUPS, SIZE, FUNCTIONS, TOKENS = 4, 4, 2, 6
 
 
-def check_algorithm(trainer: Any) -> None:
+def check_algorithm(trainer: Any, *, per_token: bool = False) -> None:
     """Ask the trainer's algorithms all questions of training: with rewards that differ, rewards that are all equal,
-    rows and groups without any reward, prompts to draw, and terms of the loss. Then ask them again in the same order,
-    as another rank would.
+    rows and groups without any reward, prompts to draw, and terms of the loss, with and without a `tool_mask`. Then ask
+    them again in the same order, as another rank would.
 
     Args:
         trainer: a GRPO trainer of `trlx_hybrid` with `HybridConfig.algorithm`; it need not have trained.
+        per_token: also ask for terms of the loss with advantages of shape (B, C), one for each token. TRL's own are
+            (B,), and its loss takes both: subclasses of its trainers may have the other.
 
     Raises:
         ConformanceError: an answer cannot be used, depends on something else than the question, or is not restored from
@@ -43,7 +45,7 @@ def check_algorithm(trainer: Any) -> None:
             "A batch has one round and all of its prompts at least.",
         )
     _require_equal(
-        [_answers(one, names), _answers(other, names)],
+        [_answers(one, names, per_token), _answers(other, names, per_token)],
         f"{names}: asked the same in the same order, a second one answered otherwise.",
         "Ranks must answer alike: decide from what is given, and draw from random.Random(f'{session.args.seed}/...').",
     )
@@ -53,11 +55,11 @@ def check_algorithm(trainer: Any) -> None:
     states.append(json.loads(json.dumps(resumed.state())))
     mend = "Let `state` return all that later answers depend on, and `load_state` take it up."
     _require_equal(states, f"{names}: after `load_state`, `state` returned something else.", mend)
-    later = [_answers(one, names), _answers(resumed, names)]
+    later = [_answers(one, names, per_token), _answers(resumed, names, per_token)]
     _require_equal(later, f"{names}: taken up from a checkpoint, it answered otherwise than without a break.", mend)
 
 
-def _answers(algorithms: Algorithms, names: str) -> list[Any]:
+def _answers(algorithms: Algorithms, names: str, per_token: bool) -> list[Any]:
     """Return the algorithms' answers to all questions about two batches, as plain data."""
     found: list[Any] = []
     for rewards in (torch.linspace(0.0, 1.0, GROUPS * SIZE * FUNCTIONS).view(GROUPS, SIZE, FUNCTIONS), _torn()):
@@ -76,15 +78,23 @@ def _answers(algorithms: Algorithms, names: str) -> list[Any]:
             f"{names} wrote into the groups' {', '.join(touched)}.",
             "Return a new tensor: what it was given is what others are asked about.",
         )
-        found += [drawn, kept, _plain(shaped.rewards), _plain(advantages), _loss(algorithms, names)]
+        found += [drawn, kept, _plain(shaped.rewards), _plain(advantages)]
+        text, tools = _micro_batches()
+        terms = [_loss(algorithms, names, batch) for batch in (text, tools)]
+        if per_token:
+            each = tools["advantages"].unsqueeze(1).expand(SIZE, TOKENS)
+            _require_equal(
+                [terms[1], _loss(algorithms, names, tools | {"advantages": each})],
+                f"{names}: with a row's advantage at each of its tokens, the `loss` is another one.",
+                "Take both shapes: `advantages if advantages.ndim == 2 else advantages.unsqueeze(1)`.",
+            )
+        found += terms
     return found
 
 
-def _loss(algorithms: Algorithms, names: str) -> float | None:
-    """Return the sum of the algorithms' loss terms for a micro-batch in which one row has no trained token; None
-    without terms."""
-    log_probs = torch.linspace(-3.0, -0.1, SIZE * TOKENS).view(SIZE, TOKENS).requires_grad_()
-    entropies = torch.linspace(0.1, 2.0, SIZE * TOKENS).view(SIZE, TOKENS).requires_grad_()
+def _micro_batches() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return two micro-batches as TRL has them for its loss, in which one row has no trained token: one whose
+    completions the model has written alone, and one whose completions hold a tool's answer."""
     mask = torch.ones(SIZE, TOKENS, dtype=torch.long)
     mask[0] = 0
     batch = {
@@ -92,6 +102,15 @@ def _loss(algorithms: Algorithms, names: str) -> float | None:
         "completion_ids": torch.ones(SIZE, TOKENS, dtype=torch.long),
         "completion_mask": mask,
     }
+    answered = torch.ones_like(mask)
+    answered[:, 2:4] = 0
+    return batch, batch | {"tool_mask": answered}
+
+
+def _loss(algorithms: Algorithms, names: str, batch: dict[str, Tensor]) -> float | None:
+    """Return the sum of the algorithms' loss terms for a micro-batch; None without terms."""
+    log_probs = torch.linspace(-3.0, -0.1, SIZE * TOKENS).view(SIZE, TOKENS).requires_grad_()
+    entropies = torch.linspace(0.1, 2.0, SIZE * TOKENS).view(SIZE, TOKENS).requires_grad_()
     scores = Scores(log_probs, entropies, None)
     terms = [t for t in _guarded(lambda: algorithms.loss(scores, batch), names, "loss").values() if t is not None]
     if not terms:
@@ -100,9 +119,10 @@ def _loss(algorithms: Algorithms, names: str) -> float | None:
     require(bool(added.isfinite()), f"{names} returned {added.item()} from `loss`.", "A row may have no tokens.")
     require(added.requires_grad, f"{names} returned a `loss` without gradients.", "Compute it from scores.log_probs.")
     added.backward()  # type: ignore[no-untyped-call]
+    untrained = batch["completion_mask"] * batch.get("tool_mask", torch.tensor(1)) == 0
     for gradient in (log_probs.grad, entropies.grad):
         require(
-            gradient is None or not gradient[0].any(),
+            gradient is None or not gradient[untrained].any(),
             f"{names}: the `loss` has a gradient at tokens that are not trained.",
             'Multiply by batch["completion_mask"], and by batch["tool_mask"] where it has one.',
         )

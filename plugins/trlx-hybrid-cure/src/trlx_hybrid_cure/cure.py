@@ -1,4 +1,5 @@
-"""CURE: one model writes programs and unit tests, and the matrix of which program passes which test rewards both.
+"""Rewards for CURE, in which one model writes programs and unit tests. A matrix of which program passes which test
+gives the rewards of both.
 
 Wang et al. 2025, https://arxiv.org/abs/2506.03136; the rewards are those of the authors' code.
 """
@@ -150,12 +151,13 @@ class CureReward:
     def _rewards(
         self, said: BatchByTask[str | None], truth: dict[int, list[str]], log: Callable[[str, float], None]
     ) -> list[float]:
-        """Return the rewards of the rows of all ranks, the same on all ranks.
+        """Return the rewards of the rows of all ranks, in the order of `said.values`; all ranks get the same list.
 
         Args:
-            said: the source in each completion of all ranks, None where there is none, by task and speaker.
-            truth: the ground-truth tests of each task.
-            log: logs a metric, by name and value.
+            said: the Python source in each completion of all ranks, None where it has none, grouped by task and by
+                speaker ("coder" or "tester").
+            truth: the ground-truth tests of each task, by the task's id.
+            log: logs a metric, given its name and value.
         """
         jobs: dict[tuple[int, str | None], ProgramTests] = {}  # what was sampled more than once is run once
         for task, group in said.places.items():
@@ -191,10 +193,14 @@ class CureReward:
         return rewards
 
     def _run(self, jobs: list[ProgramTests]) -> list[list[Verdict]]:
-        """Return the verdicts on the tests of all jobs. Collective: each rank runs its share, and all get the result.
+        """Return the verdicts on the tests of each job. Collective: each rank runs a part of the jobs, and all ranks
+        get all verdicts.
+
+        Args:
+            jobs: programs with their tests, the same list on every rank.
 
         Raises:
-            SandboxError: on all ranks, where one of them could not run programs.
+            SandboxError: on all ranks, if any of them could not run programs.
         """
         state = PartialState()
         try:
@@ -209,5 +215,5 @@ class CureReward:
 
 
 def unique(sources: Iterable[str | None]) -> list[str]:
-    """Return each source once, in the order of their first appearance, without None."""
+    """Return the sources without None and without repetitions, in the order of their first appearance."""
     return [source for source in dict.fromkeys(sources) if source is not None]

@@ -1,9 +1,9 @@
-"""The process that judges programs by tests: it has other processes execute them, and executes nothing itself.
+"""The process that judges programs by their tests. It executes none of them itself, but has other processes do so.
 
-`sandbox` starts it with the standard library alone. It reads jobs, each a program with its tests, from its standard
-input, and writes verdicts to its standard output. A program has a process of its own, and so has each of its tests. A
-third process, which knows neither programs nor tests, forks them all. What a program and a test send to each other
-passes through the judge. A program is given no test, and no way to give a verdict.
+`sandbox` starts this process, which imports only the standard library and this package. It reads jobs, each a program
+with its tests, from standard input, and writes the verdicts to standard output. Each program and each test runs in a
+process of its own. A third process, which has read neither programs nor tests, forks them. All messages between a
+program and a test pass through this process. So a program never sees a test, and cannot send a verdict.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ GONE = (EOFError, OSError)  # TimeoutError is one, too: it is caught before
 
 @dataclass
 class Limits:
-    """The limits of the programs and tests that a judge has executed.
+    """The limits for the programs and tests that a judging process has executed.
 
     Attributes:
         seconds: CPU time of a program, and of each test, in seconds.
         wall: wall time of a program, and of each test, in seconds.
         memory: address space of a process, in bytes.
-        batch: wall time of all jobs, in seconds.
+        batch: wall time of all jobs together, in seconds.
     """
 
     seconds: float
@@ -48,12 +48,12 @@ class Limits:
 
 
 class Nursery:
-    """Starts processes for programs and tests, by a helper process that was forked before any job was read.
+    """Starts the processes of programs and tests, by means of a helper process that was forked before any job was read.
 
-    So they begin without any other program or test in their memory.
+    The helper forks them, so that they begin without another program or test in their memory.
 
     Args:
-        filtered: have the kernel refuse system calls to the processes.
+        filtered: whether the kernel is to refuse system calls of these processes.
     """
 
     def __init__(self, filtered: bool) -> None:
@@ -65,10 +65,11 @@ class Nursery:
         theirs.close()
 
     def start(self, **asked: str | float) -> Running:
-        """Start a process that executes a program or a test, and return it with the channel to it.
+        """Start a process that executes one program or one test, and return it with the connection to it.
 
         Args:
-            asked: what the process reads from the channel: the source, its limits, and for a test a nonce.
+            asked: what is sent to the process: `source`; the limits `seconds`, `memory` and `sources` (see
+                `program.confine`); and for a test `nonce`, a random secret.
         """
         ours, theirs = socket.socketpair()
         socket.send_fds(self._ours, [START + bytes(4)], [theirs.fileno()])
@@ -81,13 +82,13 @@ class Nursery:
         return running
 
     def end(self, running: Running) -> int:
-        """Kill a process, if it has not ended, and return its wait status."""
+        """Kill a process if it still runs, close the connection to it, and return its wait status (see `os.waitpid`)."""
         os.close(running.channel.descriptor)
         self._ours.sendall(END + running.process.to_bytes(4, "little"))
         return self._answer()
 
     def close(self) -> None:
-        """End the helper process that starts the others."""
+        """End the helper process."""
         self._ours.close()
         os.waitpid(self._process, 0)
 
@@ -100,11 +101,11 @@ class Nursery:
 
 @dataclass
 class Running:
-    """A process that the `Nursery` started.
+    """A process that `Nursery` started, and that executes a program or a test.
 
     Attributes:
         process: its process id.
-        channel: this end of the stream of frames to it.
+        channel: this process's end of the connection to it.
     """
 
     process: int
@@ -140,13 +141,13 @@ def start_processes(orders: socket.socket, filtered: bool) -> NoReturn:
 
 @dataclass
 class Judge:
-    """Judges jobs, each a program with its tests, one after the other and within the limits.
+    """Judges jobs one after the other, within the limits. A job is a program with its tests.
 
     Attributes:
         nursery: starts the processes of programs and tests.
         limits: the limits.
-        endless: verdicts on tests that took too long and used nothing of the program, by their source. They would take
-            too long with any other program, so they are not run again.
+        endless: verdict by source of each test that exceeded a time limit without using the program. Such a test would
+            do so with every other program, so it is not run again.
     """
 
     nursery: Nursery
@@ -154,10 +155,12 @@ class Judge:
     endless: dict[str, Verdict] = field(default_factory=dict)
 
     def judge(self, jobs: list[tuple[str, list[str], int]]) -> list[list[Verdict]]:
-        """Return the verdict on each test of each job. Time that a job does not use goes to the jobs after it.
+        """Return a list of verdicts for each job, one per test. Time that a job does not use is shared by the jobs
+        after it.
 
         Args:
-            jobs: program, tests, and how many of the first tests are known to be right.
+            jobs: for each job the program's source, the tests' sources, and how many of the tests, from the first, are
+                known to be right.
         """
         end, found = time.monotonic() + self.limits.batch, []
         for place, (program, tests, trusted) in enumerate(jobs):
@@ -166,16 +169,16 @@ class Judge:
         return found
 
     def _verdicts(self, program: str, tests: list[str], trusted: int, end: float) -> list[Verdict]:
-        """Return the verdicts on a program with each of its tests.
+        """Return the verdicts on one program with each of its tests.
 
-        One process executes the program for all tests; where a test ended that process, a new one is started.
+        One process executes the program and serves all tests; if a test ended that process, a new one is started.
 
         Args:
             program: the program's source.
             tests: the tests' sources.
-            trusted: how many of the first tests are known to be right. Where one of them takes too long, the program is
-                at fault, and all tests after it get the same verdict without being run.
-            end: when the time of the job is spent, on the monotonic clock.
+            trusted: how many of the tests, from the first, are known to be right. If one of them exceeds a time limit,
+                the program is to blame, and all later tests get the same verdict without being run.
+            end: the time on the monotonic clock, in seconds, at which the job's time is over.
         """
         found: list[Verdict] = []
         running: Running | None = None
@@ -205,15 +208,15 @@ class Judge:
         return Verdict.BUDGET if deadline == end else Verdict.WALL
 
     def _load(self, program: str, sources: int, end: float) -> tuple[Running | None, Verdict]:
-        """Start a process that executes a program and then answers its tests.
+        """Start a process that executes a program and then serves the program's tests.
 
         Args:
             program: the program's source.
-            sources: how many sources the process has CPU time for, the program and its tests.
-            end: when the time of the job is spent, on the monotonic clock.
+            sources: for how many sources the process gets CPU time: the program itself and its tests.
+            end: the time on the monotonic clock, in seconds, at which the job's time is over.
 
         Returns:
-            The process, or None where the program failed, and the verdict on the program itself.
+            The process, or None if the program failed; and the verdict on the program itself.
         """
         running = self._start(sources, source=program)
         deadline = min(time.monotonic() + self.limits.wall, end)
@@ -231,15 +234,16 @@ class Judge:
         return None, verdict
 
     def _test(self, source: str, program: Running, end: float) -> tuple[Verdict, Running | None]:
-        """Run one test against the program's process.
+        """Run one test against the process of its program.
 
         Args:
             source: the test's source.
             program: the process that has executed the program.
-            end: when the time of the job is spent, on the monotonic clock.
+            end: the time on the monotonic clock, in seconds, at which the job's time is over.
 
         Returns:
-            The verdict, and the program's process; None where that ended, took too long, or still waits for the test.
+            The verdict; and the program's process, or None if that process was ended, because it exceeded a limit or
+            was still answering the test.
         """
         exchange = Exchange(self._start(1, source=source, nonce=(nonce := secrets.token_hex(16))), program)
         deadline, verdict = min(time.monotonic() + self.limits.wall, end), None
@@ -263,13 +267,14 @@ class Judge:
 
 
 class Exchange:
-    """The passing on of the messages that a test's process and a program's process send to each other.
+    """Passes on the messages between the process of a test and the process of its program.
 
     Attributes:
         test, program: the two processes.
-        waited: the one of the two whose message is awaited.
+        waited: the process whose message is awaited.
         uses: whether the test uses anything of the program.
-        depth: how many of the program's requests, such as calls of a test's function, the test has not answered yet.
+        depth: how many requests of the program, such as calls of a function that the test passed to it, the test has
+            not answered yet.
     """
 
     def __init__(self, test: Running, program: Running) -> None:
@@ -280,13 +285,14 @@ class Exchange:
         self.depth = 0
 
     def last_word(self, deadline: float) -> bytes:
-        """Pass messages on until the test sends one that is not for the program, its verdict, and return that one.
+        """Pass messages on until the test's process sends its verdict, and return that message.
 
         Args:
-            deadline: until when, on the monotonic clock.
+            deadline: the time on the monotonic clock, in seconds, by which it must have arrived.
 
         Raises:
-            TimeoutError, EOFError, OSError: the process in `waited` took too long or ended.
+            TimeoutError: the process in `waited` took too long.
+            EOFError, OSError: the process in `waited` ended.
         """
         while True:
             said = self.waited.channel.receive(deadline)
@@ -306,9 +312,12 @@ class Exchange:
 
 
 def verdict_of(said: bytes, nonce: str) -> Verdict:
-    """Return the verdict in the last message of a test's process.
+    """Return the verdict that the last message of a test's process contains.
 
-    It is ERROR where the message does not hold the nonce, a secret of that process: the executed test wrote it.
+    Args:
+        said: the message.
+        nonce: the random secret that the process was given. If the message does not hold it, the executed test has
+            written the message itself, and the verdict is ERROR.
     """
     given, place = said[1:-1], said[-1:]
     true = said[:1] == VERDICT and secrets.compare_digest(given, nonce.encode()) and place[0] < len(VERDICTS)
@@ -316,10 +325,11 @@ def verdict_of(said: bytes, nonce: str) -> Verdict:
 
 
 def main(walls: str) -> None:
-    """Isolate this process, read limits and jobs from standard input, and write the verdicts on each job.
+    """Run the judging process: isolate it, read limits and jobs from standard input, and write all verdicts to standard
+    output as JSON.
 
     Args:
-        walls: the isolation, as in `Sandbox.walls`.
+        walls: the kind of isolation, a value of `Sandbox.walls` that is not None.
     """
     enclose(namespaces=walls == "namespaces")
     filtered = system_calls.can_restrict()

@@ -1,8 +1,8 @@
-"""The remote calls between a test's process and the program's: each asks the other for what it does not hold itself.
+"""Remote calls between the process of a test and the process of its program.
 
-A test asks for names of the program, calls the functions behind them, and compares the answers in its own process. A
-program may call functions that a test handed to it and use attributes of the test's objects, and nothing else of the
-test's process.
+A test reads global names of the program, calls its functions there, and compares the results in its own process. A
+program may call functions that the test passed to it, and use attributes of objects of the test's classes, but nothing
+else of the test's process.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ MUTABLE = (list, dict, set, bytearray)
 PREDICATES = {
     name for kind in (str, bytes, frozenset, float) for name in dir(kind) if name.startswith(("is", "starts", "ends"))
 }
-"""Names of methods of Python's own data types that return yes or no, such as `isdigit`.
+"""Names of the methods of Python's own data types that return a bool, such as `isdigit`.
 
-A test cannot call them on an object of the program's own class, because that object could always answer yes.
+A test cannot call them on an object of a class of the program, because such an object could always return True.
 """
 
 
 class Peer:
-    """One end of the connection between a test's process and a program's process.
+    """One end of the connection between the process of a test and the process of its program.
 
     Args:
-        channel: the stream of frames to the other end.
-        names: the program's global variables; None at the test's end.
+        channel: the connection.
+        names: the program's global names and their values, at the program's end; None at the test's end.
 
     Attributes:
-        asked: number of requests that this end has made.
+        asked: the number of requests that this end has sent.
     """
 
     def __init__(self, channel: Channel, names: dict[str, Any] | None = None) -> None:
@@ -46,18 +46,20 @@ class Peer:
         self._exceptions: dict[int, type[BaseException]] = {}
 
     def ask(self, operation: str, *given: Any, **named: Any) -> Any:
-        """Ask the other end for an operation and return its answer. Meanwhile the other end may ask, too.
+        """Have the other process carry out an operation, and return the result. Requests of the other process are
+        answered while this one waits.
 
-        Arguments that are lists, dicts, sets or bytearrays get the changes that the operation made to their copies.
+        If an argument is a list, dict, set or bytearray, it is changed as the operation changed its copy in the other
+        process.
 
         Args:
-            operation: "begin" or "names" for values of the program's variables, "call", or the name of a function in
-                `builtins` or `operator`.
+            operation: "begin" or "names" to get values of the program's global names ("begin": for a new test); "call"
+                to call the first argument; otherwise the name of a function in `builtins` or `operator`.
             given, named: the operation's arguments.
 
         Raises:
-            Exception: what the operation raised there.
-            EOFError: the other end is gone.
+            Exception: the exception that the operation raised in the other process.
+            EOFError: the other process has ended.
         """
         self.asked += 1
         token = os.urandom(8).hex()  # an answer that was written before it was asked for does not have it
@@ -77,7 +79,14 @@ class Peer:
             return self._decode(value)
 
     def serve(self, before: Callable[[str], None]) -> None:
-        """Answer requests until the other end is gone. Calls `before` with the name of each operation first."""
+        """Answer requests of the other process until it ends.
+
+        Args:
+            before: called with the name of each operation before it is carried out.
+
+        Raises:
+            EOFError: the other process has ended.
+        """
         while True:
             _, token, operation, given, named = json.loads(self.channel.receive())
             before(operation)
@@ -146,9 +155,10 @@ class Peer:
         return id(value)
 
     def _content(self, value: Any) -> list[Any]:
-        """Return a list with the content of an object whose class derives from a plain type, encoded as that type.
+        """Return a list with the content of an object of a class that derives from a plain type (see `wire`), encoded
+        as that type.
 
-        The list is empty if the class derives from none, or the content holds values that are not plain.
+        The list is empty if the class derives from no plain type, or if the content holds values that are not plain.
         """
         for base, content in BASES.items():
             if issubclass(type(value), base):
@@ -183,17 +193,17 @@ class Peer:
 
 
 def refuse(value: Any) -> Any:
-    """Raise TypeError. Passed to `encode` where all values must be plain, it is called with one that is not."""
+    """Raise TypeError. It is passed to `encode` as `number` where all values have to be plain."""
     raise TypeError(type(value).__name__)
 
 
 def restore(old: Any, new: Any) -> None:
-    """Give a mutable value the content of its copy that the other process changed.
+    """Change a mutable value in place, so that its content equals that of a copy which the other process has changed.
 
-    Mutable items stay the same objects where their types agree.
+    Items that are mutable, and of the same type as before, stay the same objects.
 
     Args:
-        old: the list, dict, set or bytearray, changed in place.
+        old: the list, dict, set or bytearray to change.
         new: the changed copy.
 
     Raises:
@@ -215,7 +225,8 @@ def restore(old: Any, new: Any) -> None:
 
 
 def kept(old: Any, new: Any) -> Any:
-    """Return `old` with the content of `new` where both are mutable and of one type, else `new`."""
+    """Return `old`, changed in place to the content of `new`, if both are mutable and of the same type; otherwise
+    return `new`."""
     if type(old) is type(new) and type(old) in MUTABLE:
         restore(old, new)
         return old
@@ -223,14 +234,15 @@ def kept(old: Any, new: Any) -> Any:
 
 
 class Remote:
-    """A stand-in for an object of the other process, where its operations are computed.
+    """A stand-in for an object of the other process. What is done to the stand-in is done there to the object.
 
-    A plain value is of one of Python's own data types. A stand-in equals none, unless the object's class derives from a
-    plain type and its content as that type is equal. Arithmetic of a stand-in with a plain value gives no plain value.
+    A value is called plain if it is of one of Python's own data types. A stand-in equals no plain value, unless the
+    object's class derives from a plain type and its content, as that type, is equal. An operator applied to a stand-in
+    and a plain value never returns a plain value that the other process has chosen.
 
     Args:
         peer: the connection to the other process.
-        number: the object's number there.
+        number: the number by which the other process knows the object.
         content: a list with the object's content as a plain type; [] if its class derives from none.
     """
 
@@ -241,7 +253,7 @@ class Remote:
             object.__setattr__(self, name, value)
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        """Call the object in its process."""
+        """Call the object in its process, and return the result."""
         return asked(self, "call", *given, **named)
 
     def __getattr__(self, name: str) -> Any:
@@ -278,15 +290,15 @@ class Remote:
 
 
 def asked(of: Any, operation: str, *given: Any, **named: Any) -> Any:
-    """Return the answer to an operation on an object of the other process.
+    """Have the other process carry out an operation on one of its objects, and return the result.
 
     Args:
         of: the `Remote` that stands for the object.
-        operation: the operation, as in `Peer.ask`.
-        given, named: its arguments after the object.
+        operation: the operation's name, as in `Peer.ask`.
+        given, named: the arguments after the object.
 
     Raises:
-        TypeError: the object is marked by `heard_plain`, and the operation would convert it to a plain value.
+        TypeError: the operation would convert an object to a plain value although it was marked by `heard_plain`.
     """
     peer: Peer = object.__getattribute__(of, "_peer")
     heard = object.__getattribute__(of, "_heard")
@@ -297,38 +309,40 @@ def asked(of: Any, operation: str, *given: Any, **named: Any) -> Any:
 
 
 def heard_plain(found: Any) -> Any:
-    """Mark a `Remote` that is the result of an operator between a program's object and a plain value, and return it.
+    """Mark the result of an operator on a program's object and a plain value, and return it.
 
-    The program has seen the plain value, and could make a result that suits the test. So a marked object may not be
+    The program has seen the plain value, and could return whatever makes the test pass. So a marked object cannot be
     converted to a plain value.
+
+    Args:
+        found: the result, a `Remote`.
     """
     object.__setattr__(found, "_heard", True)
     return found
 
 
 def plain(value: Any) -> list[Any]:
-    """Return a list with the plain content of the object that a `Remote` stands for.
-
-    The list is empty unless the object's class derives from a plain type.
-    """
+    """Return a list with the plain content of the object that a `Remote` stands for; [] if its class derives from no
+    plain type."""
     found: list[Any] = object.__getattribute__(value, "_content")
     return found
 
 
 def converting(name: str) -> Callable[..., Any]:
-    """Return a special method of `Remote` that has the other process compute the operation `name`, such as `len`."""
+    """Return a special method for `Remote` that has the other process carry out an operation, such as "len" for
+    `__len__`."""
     return lambda self, *given: asked(self, name, *given)
 
 
 def operating(name: str, reflected: bool = False) -> Callable[..., Any]:
-    """Return a special method of `Remote` for an operator with two operands.
+    """Return a special method for `Remote` that implements an operator with two operands.
 
-    Where the other operand is plain, the operator is applied to this object's plain content, if it has any. Otherwise
-    the other process computes the result.
+    If the other operand is plain and the object has a plain content, the operator is applied to that content, in this
+    process. Otherwise the other process computes the result.
 
     Args:
-        name: name of the operator's function in `operator`.
-        reflected: make the method for the right operand, such as `__radd__`.
+        name: name of the operator's function in the module `operator`.
+        reflected: whether this object is the right operand, as in `__radd__`.
     """
 
     def method(self: Any, other: Any) -> Any:

@@ -1,7 +1,7 @@
 """The processes that execute what a model wrote: one for each program, and one for each test of it.
 
-Both are forked from a process that holds no program and no test. Each reads its own source, and no other, from its
-channel.
+They are forked from a process that has neither read a program nor a test. Each reads only its own source, from its
+socket.
 """
 
 from __future__ import annotations
@@ -31,14 +31,21 @@ REFUSALS = (
     (("os.kill", "signal.", "ctypes.", "resource.", "sys.addaudithook"), Verdict.REFUSED),
     (("os.", "shutil.", "tempfile.", "sqlite3."), Verdict.FILES),
 )
-"""Python's audit events by their prefixes, with the verdict on a source that raises them.
+"""Prefixes of Python's audit events (`sys.addaudithook`), with the verdict on a source that causes such an event.
 
-The first prefix that matches decides; None allows the event.
+The first matching prefix decides; None allows the event.
 """
 
 
 def audit(event: str, given: tuple[Any, ...]) -> None:
-    """End this process where a Python audit event shows that the source is about to do something forbidden."""
+    """End this process if an audit event shows that the executed source is about to do something forbidden.
+
+    The function is a hook for `sys.addaudithook`. The exit status tells the judge the verdict.
+
+    Args:
+        event: name of the audit event, such as "open".
+        given: the event's arguments.
+    """
     verdict = next((verdict for beginnings, verdict in REFUSALS if event.startswith(beginnings)), None)
     if event == "open" and given[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND):
         verdict = Verdict.FILES
@@ -47,11 +54,12 @@ def audit(event: str, given: tuple[Any, ...]) -> None:
 
 
 def be_process(descriptor: int, filtered: bool) -> NoReturn:
-    """Read a program or a test from a socket, give up the rights that it does not need, execute it, and exit.
+    """Do all that a freshly forked process has to do: read one program or test from its socket, set its limits, execute
+    it, and exit.
 
     Args:
         descriptor: file descriptor of the socket to the judge.
-        filtered: have the kernel refuse system calls.
+        filtered: whether to have the kernel refuse system calls of this process.
     """
     end_with_parent()
     channel = Channel(os.dup2(descriptor, 3))
@@ -66,13 +74,14 @@ def be_process(descriptor: int, filtered: bool) -> NoReturn:
 
 
 def confine(seconds: float, memory: int, sources: int, filtered: bool) -> None:
-    """Set the limits of this process.
+    """Set the limits of this process, and forbid it what no source may do, before it executes one.
 
     Args:
-        seconds: CPU time of each source.
-        memory: address space, in bytes.
-        sources: how many sources this process will execute or answer for.
-        filtered: have the kernel refuse system calls.
+        seconds: limit of CPU time for each source, in seconds.
+        memory: limit of the address space, in bytes.
+        sources: for how many sources this process may need CPU time: 1 for a test; for a program, the program itself
+            and all of its tests, because it executes what they call.
+        filtered: whether to have the kernel refuse system calls of this process.
     """
     total = int(seconds * sources) + 1  # the timer below is finer, but a source could stop it
     resource.setrlimit(resource.RLIMIT_CPU, (total, total + 1))
@@ -90,7 +99,14 @@ def confine(seconds: float, memory: int, sources: int, filtered: bool) -> None:
 
 
 def execute_program(channel: Channel, source: str, seconds: float) -> None:
-    """Execute a program, send the verdict on it, and answer what its tests ask for."""
+    """Execute a program, send its verdict to the judge, and then answer the requests of its tests until the judge
+    closes the connection.
+
+    Args:
+        channel: the connection to the judge, which also passes on the tests' requests.
+        source: the program's source.
+        seconds: limit of CPU time for the program's answers to each test, in seconds.
+    """
     module = sys.modules["program"] = ModuleType("program")
     verdict = execute(source, vars(module))
     channel.send(bytes([VERDICTS.index(verdict)]))
@@ -104,12 +120,13 @@ def execute_program(channel: Channel, source: str, seconds: float) -> None:
 
 
 def execute_test(channel: Channel, source: str, nonce: bytes) -> None:
-    """Execute a test with the names of the program, and send the verdict to the judge.
+    """Execute a test with the global names of the program, and send the verdict to the judge.
 
     Args:
-        channel: the stream of frames to the judge.
-        source: the test.
-        nonce: a secret, sent with the verdict to show that the test itself did not write it.
+        channel: the connection to the judge.
+        source: the test's source.
+        nonce: a random secret. It is sent with the verdict, to show that the verdict was not written by the executed
+            test.
     """
     peer = Peer(Asking(channel.descriptor))
     module = sys.modules[TEST] = ModuleType(TEST)
@@ -130,15 +147,19 @@ def execute_test(channel: Channel, source: str, nonce: bytes) -> None:
 
 
 class Asking(Channel):
-    """The channel of a test, for what the test asks of the program."""
+    """The connection to the judge, as a test uses it to send requests to its program."""
 
     def send(self, frame: bytes, deadline: float | None = None) -> None:
-        """Write a frame that is for the program."""
+        """Write a message that the judge is to pass on to the program. See `Channel.send`."""
         super().send(FOR_PROGRAM + frame, deadline)
 
 
 def named(peer: Peer, name: str) -> Any:
-    """Return the program's value of `name`, for a test that imports it.
+    """Return the value of a global name of the program, for a test that has `from program import name`.
+
+    Args:
+        peer: the test's connection to its program.
+        name: the global name.
 
     Raises:
         AttributeError: the program has no such name.
@@ -150,11 +171,12 @@ def named(peer: Peer, name: str) -> Any:
 
 
 def refuse_other_meanings(found: dict[str, Any], modules: set[str]) -> None:
-    """Raise NameError where a program's name hides one of Python's: a program must not redefine `abs`.
+    """Raise NameError if a program redefines a name of Python that the test uses: with its own `abs`, a wrong result
+    could pass.
 
     Args:
-        found: names that a test takes from the program.
-        modules: names of modules that the test uses.
+        found: the program's global names that the test uses, with their values.
+        modules: names of the standard-library modules that the test uses.
     """
     for name, value in found.items():
         if hasattr(builtins, name) or (name in modules and not is_module(value)):
@@ -162,13 +184,15 @@ def refuse_other_meanings(found: dict[str, Any], modules: set[str]) -> None:
 
 
 def modules_in(source: str) -> set[str]:
-    """Return the names of standard-library modules whose attributes a test uses."""
+    """Return the names of the standard-library modules of which a test's source uses attributes, such as "math" for
+    `math.pi`."""
     nodes = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
     return {node.id for node in nodes if isinstance(node, ast.Name)} & MODULES
 
 
 def mentioned(code: CodeType) -> Iterable[str]:
-    """Return the names that a code object looks up or imports, including those in its nested functions."""
+    """Return the global names, attributes and imports that a code object uses, sorted, including those in its nested
+    functions."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -177,7 +201,12 @@ def mentioned(code: CodeType) -> Iterable[str]:
 
 
 def execute(source: str | CodeType, scope: dict[str, Any]) -> Verdict:
-    """Execute source text or a code object in `scope`, which it may change, and return the verdict."""
+    """Execute Python code, and return the verdict on it: PASSED if it did not raise.
+
+    Args:
+        source: source text, or a compiled code object.
+        scope: the global names to execute it with; the code may change them.
+    """
     try:
         exec(source, scope)
     except BaseException as error:

@@ -1,4 +1,5 @@
-"""A sandbox for programs that a model wrote: it runs all programs with all tests, without network and within limits."""
+"""A sandbox for programs that a model wrote: it runs each program with its unit tests in isolated processes, without
+network, and within limits of time and memory."""
 
 from __future__ import annotations
 
@@ -29,17 +30,19 @@ JUDGE += "; sys.path.pop(); main(sys.argv[2])"
 
 
 class SandboxError(HybridError):
-    """Programs cannot be run here, or the process that runs them failed. The message says why."""
+    """Raised where programs cannot be run on this machine, or where the process that runs them failed. The message says
+    why."""
 
 
 class ProgramTests(NamedTuple):
-    """A program and the tests that it is to be run with.
+    """A program, and the unit tests to run it with.
 
     Attributes:
         program: Python source.
-        tests: Python sources, each executed with the program's names.
-        trusted: how many of the first tests are known to be right. Where one of these exceeds a limit of time, the
-            program is at fault and is not started again: all later tests get the same verdict, "cpu" or "wall".
+        tests: Python sources, one per test. A test is executed with the program's global names, and fails by raising.
+        trusted: the number of tests, counted from the first, that are known to be right (ground truth). If one of these
+            exceeds a time limit, the program is to blame: it is not started again, and all later tests get the same
+            verdict, `Verdict.CPU` or `Verdict.WALL`.
     """
 
     program: str
@@ -51,25 +54,27 @@ class ProgramTests(NamedTuple):
 class Sandbox:
     """Runs programs with their tests in isolated processes.
 
-    A program has a process, and each of its tests has another, which the program cannot reach: a test asks for what it
-    uses of the program, gets copies of plain values, and compares them itself. All tests of a program share the
-    program's process; a test that ends it costs a new one. The processes can open no socket, change no file and start
-    no process, and know nothing of this process's environment. Where this process is root, they run as nobody. They
-    have Python's standard library.
+    Each program runs in a process of its own, and each of its tests in another, whose memory the program cannot reach.
+    A test calls the program's functions over a socket, gets copies of the results, and compares them in its own
+    process. All tests of a program use the same process of the program; it is started again only if a test ended it.
+    None of these processes can open a socket, change a file, start a process or see this process's environment
+    variables. If this process is root, they run as the user nobody. They can import Python's standard library.
 
     Attributes:
-        seconds: CPU time of a program, and of each test of it.
-        wall_seconds: wall time of a program, and of each test of it. More than `seconds`, for a busy machine.
-        batch_seconds: wall time of all programs of a call. Each program has an equal share of it, and what the programs
-            before it left of theirs. Tests that are not run to their end within it have the verdict "budget", and a
-            warning counts them.
-        memory_mib: address space of a process.
-        workers: processes at once. By default, the cores that this process may use, shared with the other ranks of this
-            machine.
-        walls: "bubblewrap"; "namespaces" of the kernel, without network, and without files but those of Python and the
-            system; or "limits", the limits of a process alone, which can read all files that its user can read. In all
-            three, the kernel refuses system calls that neither computing nor reading needs. By default, the first that
-            works here: `using`.
+        seconds: limit of CPU time for a program, and for each of its tests, in seconds.
+        wall_seconds: limit of wall time for a program, and for each of its tests, in seconds. It is above `seconds`,
+            because a busy machine takes longer.
+        batch_seconds: limit of wall time for all programs of one call of `run`, in seconds. Each program has an equal
+            share of it, and the time that earlier programs left over. A test that is not finished in this time gets the
+            verdict `Verdict.BUDGET`; a warning says how many there are.
+        memory_mib: limit of the address space of each process, in MiB.
+        workers: how many programs are judged at the same time. By default, the number of cores that this process may
+            use, divided by the number of ranks on this machine.
+        walls: the kind of isolation. "bubblewrap" uses the command `bwrap`. "namespaces" uses the kernel's namespaces:
+            no network, and no files but those of Python and the system. "limits" sets only the limits of a process,
+            which can still read all files that its user can read. With all three, the kernel refuses system calls that
+            are needed neither for computing nor for reading files. None takes the first kind that works on this
+            machine; the property `using` says which one.
     """
 
     seconds: float = 1.0
@@ -89,10 +94,11 @@ class Sandbox:
 
     @functools.cached_property
     def using(self) -> str:
-        """The isolation that programs run behind, as in `walls`; found by trying it at the first use.
+        """The kind of isolation in use: "bubblewrap", "namespaces" or "limits". Found at the first use, by running a
+        small program.
 
         Raises:
-            SandboxError: no isolation works here, or not the one that was asked for.
+            SandboxError: no kind works on this machine, or the one in `walls` does not.
         """
         reasons: list[str] = []
         for walls in (self.walls,) if self.walls else WALLS:
@@ -106,10 +112,14 @@ class Sandbox:
         raise SandboxError(f"Programs cannot be run here. {told} Install bubblewrap, or choose other `walls`.")
 
     def run(self, jobs: Sequence[ProgramTests]) -> list[list[Verdict]]:
-        """Return the verdict on each test of each job, in the order of the jobs.
+        """Run programs with their tests, and return a list of verdicts per program, one per test, in the order of
+        `jobs`.
+
+        Args:
+            jobs: the programs with their tests. They are judged by several processes at the same time.
 
         Raises:
-            SandboxError: programs cannot be run here, or a process that runs them ended or did not answer in time.
+            SandboxError: programs cannot be run on this machine, or a judging process ended or did not answer in time.
         """
         if not jobs:
             return []
@@ -132,23 +142,37 @@ class Sandbox:
 
 
 def shared_cores() -> int:
-    """Return how many cores each rank of this machine has, at least one."""
+    """Return how many cores this rank may use: those of this process, divided by the ranks on this machine; at least 1."""
     return max(len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
 
 
 def run_jobs(jobs: Sequence[ProgramTests], walls: str, limits: dict[str, float]) -> list[list[Verdict]]:
-    """Start one judging process, and return its verdicts on each job's tests.
+    """Start one judging process, let it run some programs, and return a list of verdicts per program, one per test.
 
     Args:
-        jobs: programs with their tests, judged one after the other.
-        walls: the isolation, as in `Sandbox`.
-        limits: `seconds`, `wall`, `memory` and `batch`, as in `judge.Limits`.
+        jobs: the programs with their tests; they are judged one after the other.
+        walls: the kind of isolation, a value of `Sandbox.walls` that is not None.
+        limits: the fields of `judge.Limits` by name: `seconds`, `wall`, `memory` and `batch`.
+
+    Raises:
+        SandboxError: the process failed, or did not answer in time.
     """
     return [[Verdict(verdict) for verdict in answer] for answer in answer_of_judge(jobs, walls, limits)["verdicts"]]
 
 
 def answer_of_judge(jobs: Sequence[ProgramTests], walls: str, limits: dict[str, float]) -> Any:
-    """Return the JSON that the process of `judge` writes for jobs: `verdicts`, and whether calls are `filtered`."""
+    """Start the judging process (the module `judge`), send it some jobs, and return its answer.
+
+    Args:
+        jobs, walls, limits: as for `run_jobs`.
+
+    Returns:
+        A dict: "verdicts", a list of verdicts for each job, and "filtered", whether the kernel can filter the system
+            calls of the programs.
+
+    Raises:
+        SandboxError: the process failed, or did not answer in time.
+    """
     place = str(Path(__file__).resolve().parent.parent)
     command = [os.path.realpath(sys.executable), "-P", "-s", "-S", "-B", "-c", JUDGE, place, walls]
     given: dict[str, Any] = {"capture_output": True, "cwd": "/", "env": {"PYTHONHASHSEED": "0"}}  # no secrets in it
@@ -170,7 +194,12 @@ def answer_of_judge(jobs: Sequence[ProgramTests], walls: str, limits: dict[str, 
 
 @functools.cache
 def missing(walls: str) -> str | None:
-    """Return why an isolation of `Sandbox.walls` does not work here, or None. Runs a small program to find out."""
+    """Return why a kind of isolation does not work on this machine, or None if it works. Runs a small program to find
+    out.
+
+    Args:
+        walls: "bubblewrap", "namespaces" or "limits".
+    """
     limits = {"seconds": 1.0, "wall": START_SECONDS, "memory": 512 << 20, "batch": START_SECONDS}
     try:
         answer = answer_of_judge([ProgramTests("import string", ["string.digits"])], walls, limits)

@@ -1,4 +1,5 @@
-"""A filter of system calls: programs may make those for computing and reading files, and the kernel refuses others."""
+"""A filter of system calls (seccomp): the kernel lets a program make those that computing and reading files need, and
+refuses all others."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ ppoll 271 73|set_robust_list 273 99|pipe2 293 59|getrandom 318 278|statx 332 291
 stat 4 -|lstat 6 -|poll 7 -|access 21 -|pipe 22 -|select 23 -|readlink 89 -|arch_prctl 158 -|time 201 -
 statfs 137 43|fstatfs 138 44
 """
-"""Names of the allowed system calls, and their numbers on x86_64 and aarch64."""
+"""The allowed system calls: name, number on x86_64, number on aarch64 ("-": there is none), separated by "|" or a line
+break."""
 WRITING = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 DESCRIPTOR_FLAGS = (0, 1, 2, 3, 1030)  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC
 NONE = 0xFFFFFFFF  # the number of no call
@@ -35,7 +37,7 @@ Instruction = tuple[int, int, int, int]  # operation, instructions to skip if tr
 
 
 def can_restrict() -> bool:
-    """Return whether the kernel filters system calls here, by trying it in a forked process."""
+    """Return whether the kernel of this machine can filter system calls. A forked process tries it."""
     process = os.fork()
     if process == 0:
         try:
@@ -46,7 +48,7 @@ def can_restrict() -> bool:
 
 
 def refused() -> bool:
-    """Return whether the filter is in force: this process may not send itself a signal."""
+    """Return whether the filter of `restrict` is active in this process, by trying a system call that it refuses."""
     try:
         os.kill(os.getpid(), 0)
     except PermissionError:
@@ -55,10 +57,10 @@ def refused() -> bool:
 
 
 def restrict() -> None:
-    """Have the kernel refuse all system calls to this process that are not allowed, permanently.
+    """Have the kernel refuse this process, for the rest of its life, every system call that is not allowed.
 
     Raises:
-        OSError: the kernel has no filters, or this process may not set one.
+        OSError: the kernel has no such filters, or this process may not set one.
     """
     code = b"".join(struct.pack("HBBI", *instruction) for instruction in instructions(os.uname().machine, os.getpid()))
     kept = ctypes.create_string_buffer(code, len(code))
@@ -67,11 +69,11 @@ def restrict() -> None:
 
 
 def instructions(machine: str, process: int) -> list[Instruction]:
-    """Return the filter's instructions.
+    """Return the program of the filter, instructions of the kernel's packet-filter machine (BPF).
 
     Args:
-        machine: the machine's name in `os.uname()`.
-        process: id of the process that the filter is for, which may send signals to itself.
+        machine: the processor architecture, as in `os.uname().machine`: "x86_64" or "aarch64".
+        process: id of the process that is to be filtered. It may send signals to itself only.
     """
     column, name = MACHINES[machine]
     filter_ = [(LOAD, 0, 0, MACHINE), (EQUAL, 1, 0, name), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER)]
@@ -95,7 +97,14 @@ def instructions(machine: str, process: int) -> list[Instruction]:
 
 
 def rule(argument: int, test: int, values: tuple[int, ...]) -> list[Instruction]:
-    """Return instructions that allow a call whose argument equals one of the values, or has none of their bits."""
+    """Return filter instructions that allow a system call, or refuse it, depending on one of its arguments.
+
+    Args:
+        argument: position of the argument, from 0.
+        test: `EQUAL` allows the call if the argument equals one of `values`; `ANY_BIT` allows it if the argument has no
+            bit of any of them.
+        values: the values to compare with.
+    """
     checks: list[Instruction] = [(LOAD, 0, 0, 16 + 8 * argument)]
     for value in values:
         checks += [(test, *((1, 0) if test == ANY_BIT else (0, 1)), value), (RETURN, 0, 0, ALLOW)]

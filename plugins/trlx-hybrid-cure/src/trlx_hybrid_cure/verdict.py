@@ -1,4 +1,4 @@
-"""The verdict on a program with a test, and the mapping from the end of a process to a verdict."""
+"""The verdicts on a program with a test, and how one is derived from an exception or from the end of a process."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from enum import StrEnum
 
 
 class Verdict(StrEnum):
-    """The outcome of a program with a test.
+    """The outcome of running a program with a test.
 
     Attributes:
+        PASSED: the test ran to its end without raising.
         FAILED: an assertion does not hold.
-        ERROR: another exception, a text that is no Python, or an exit.
-        CPU, WALL, MEMORY: more than allowed; of wall time, where it waits for something.
-        FILES, PROCESSES, NETWORK: it would have changed a file, started a process, opened a socket.
-        REFUSED: it would have sent a signal or called native code.
+        ERROR: the code raised another exception, is not valid Python, or exited.
+        CPU, WALL, MEMORY: it exceeded the limit of CPU time, wall time or memory. It exceeds wall time alone if it
+            waits for something.
+        FILES, PROCESSES, NETWORK: it tried to change a file, to start a process, or to open a socket.
+        REFUSED: it tried to send a signal or to call native code.
         CRASHED: a signal ended its process, as after a segmentation fault.
-        BUDGET: not run to its end, because the time of the batch was spent.
+        BUDGET: it was not run to its end, because the time of the whole batch had passed.
     """
 
     PASSED = "passed"
@@ -40,13 +42,20 @@ BY_SIGNAL = {signal.SIGPROF: Verdict.CPU, signal.SIGXCPU: Verdict.CPU, signal.SI
 
 
 def of_error(error: BaseException) -> Verdict:
-    """Return the verdict on a program or a test that raised this error."""
+    """Return the verdict on a program or test that raised an exception: FAILED, MEMORY or ERROR."""
     kinds = {AssertionError: Verdict.FAILED, MemoryError: Verdict.MEMORY}
     return next((verdict for kind, verdict in kinds.items() if isinstance(error, kind)), Verdict.ERROR)
 
 
 def of_end(status: int) -> Verdict:
-    """Return the verdict for the end of a process, from its wait status. It is never PASSED."""
+    """Return the verdict on a process that ended before it reported one.
+
+    Args:
+        status: the process's wait status, as `os.waitpid` returns it.
+
+    Returns:
+        The verdict; never PASSED.
+    """
     if os.WIFSIGNALED(status):
         return BY_SIGNAL.get(signal.Signals(os.WTERMSIG(status)), Verdict.CRASHED)
     place = os.WEXITSTATUS(status) - ENDED

@@ -1,4 +1,5 @@
-"""The isolation of processes that execute programs: their user, what they see, and which processes they can reach."""
+"""Isolation of the processes that execute programs: their user, the files that they see, and the processes that they
+can reach."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def visible() -> list[str]:
-    """Return the paths that programs see behind bubblewrap and namespaces: Python's and the system libraries'."""
+    """Return the paths that isolated programs can read: those of Python's standard library and of the system's
+    libraries."""
     library = os.path.dirname(os.path.realpath(os.__file__))
     own = [library, os.path.dirname(library), os.path.dirname(os.path.realpath(sys.executable))]
     own += [os.path.join(os.path.realpath(prefix), "lib") for prefix in (sys.base_prefix, sys.base_exec_prefix)]
@@ -37,7 +39,7 @@ def visible() -> list[str]:
 
 
 def bubblewrap() -> list[str]:
-    """Return the words of a bubblewrap command, to be put before a command that is to run isolated."""
+    """Return a `bwrap` command line, up to and including its "--"; append the command that is to run isolated."""
     command = [shutil.which("bwrap") or "bwrap", *BUBBLEWRAP.split()]
     for path in visible():
         command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
@@ -45,11 +47,11 @@ def bubblewrap() -> list[str]:
 
 
 def enclose(namespaces: bool) -> None:
-    """Give up this process's rights: its privileges, its user if that is root, and what it sees of the machine.
+    """Isolate this process: give up its privileges, its user if that is root, and its view of the machine.
 
     Args:
-        namespaces: enter new namespaces of the network, mounts, IPC and processes; not needed under bubblewrap, which
-            has done so.
+        namespaces: whether to enter new namespaces of network, mounts, IPC and processes. Not needed under bubblewrap,
+            which has entered them already.
     """
     root = os.getuid() == 0
     end_with_parent()
@@ -68,7 +70,12 @@ def enclose(namespaces: bool) -> None:
 
 
 def enter_namespaces(new_user: bool) -> None:
-    """Continue as the first process of new namespaces, with only the `visible` paths, read-only."""
+    """Continue as the first process in new namespaces, where only the paths of `visible` exist, read-only.
+
+    Args:
+        new_user: whether to enter a new user namespace, too, which a process without root rights needs in order to
+            enter the others.
+    """
     user, group = os.getuid(), os.getgid()
     must(LIBC.unshare(NEW_MOUNTS | NEW_IPC | NEW_PROCESSES | NEW_NETWORK | (NEW_USER if new_user else 0)))
     if new_user:
@@ -82,7 +89,11 @@ def enter_namespaces(new_user: bool) -> None:
 
 
 def show_only(paths: list[str]) -> None:
-    """Replace the root folder of this process with one that holds these paths and a few devices, all read-only."""
+    """Replace this process's root folder with a new one that holds only some paths and a few devices, read-only.
+
+    Args:
+        paths: absolute paths of the files and folders to keep.
+    """
     os.umask(0o022)
     mount("none", "/", RECURSIVE_MOUNT | PRIVATE_MOUNT)
     mount("tmpfs", "/tmp", NO_SET_USER | NO_DEVICES, "tmpfs")
@@ -108,14 +119,25 @@ def show_only(paths: list[str]) -> None:
 
 
 def mount(source: str, target: str, flags: int, kind: str | None = None) -> None:
-    """Mount a file system, or bind a path to another one."""
+    """Call the system call `mount(2)`: mount a file system, or make a path appear at another one as well.
+
+    Args:
+        source: the path to mount, or the name of the file system.
+        target: the path at which it appears.
+        flags: the mount flags (`MS_…`), combined.
+        kind: type of the file system; None where a path is mounted.
+
+    Raises:
+        OSError: the call failed.
+    """
     must(LIBC.mount(source.encode(), target.encode(), kind and kind.encode(), ctypes.c_ulong(flags), None))
 
 
 def look_from_inside() -> None:
-    """Keep Python's library readable after this process becomes nobody, who may not be allowed to open its folder.
+    """Keep Python's standard library importable after this process becomes the user nobody, who may not be allowed to
+    enter the library's parent folders.
 
-    The library becomes the working directory, which stays open.
+    The library becomes the working directory, which stays accessible, and `sys.path` refers to it as /proc/self/cwd.
     """
     library = os.path.dirname(os.__file__)
     os.chdir(library)
@@ -125,11 +147,18 @@ def look_from_inside() -> None:
 
 
 def must(result: int) -> None:
-    """Raise an OSError with the C library's errno where the result of a call is not 0."""
+    """Check the return value of a function of the C library.
+
+    Args:
+        result: the return value.
+
+    Raises:
+        OSError: `result` is not 0; the error has the C library's errno.
+    """
     if result != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def end_with_parent() -> None:
-    """Have this process killed when the one that forked it ends."""
+    """Ask the kernel to kill this process as soon as its parent process ends."""
     must(LIBC.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0))

@@ -1,7 +1,8 @@
-"""Frames of bytes between two processes, and the plain values in them.
+"""Messages between two processes, and the encoding of Python values in them.
 
-A value is plain where its type is exactly one of Python's own data types: its copy in another process runs no code of
-the process that it came from. All other values stay in their process, and the other process knows them by a number.
+A value is called plain if its type is exactly one of Python's own data types, such as int, list or dict: decoding a
+copy of it executes no code of the sending process. Other values are never copied. They stay in their process, and the
+message holds a number in their place.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ COPIED: dict[str, Callable[[Any], Any]] = {
     "datetime.datetime": lambda value: [*value.timetuple()[:6], value.microsecond, value.tzinfo],
     "datetime.timedelta": lambda value: [value.days, value.seconds, value.microseconds],
 }
-"""Types of the standard library that are copied, with functions that return the copy's constructor arguments."""
+"""Types of the standard library whose values are copied, too, each with a function that returns the constructor
+arguments for the copy."""
 BY_PARTS: dict[type, Callable[[Any], Any]] = {
     tuple: list,
     set: list,
@@ -58,24 +60,30 @@ BASES: dict[type, Callable[[Any], Any]] = {
     frozenset: lambda value: frozenset(frozenset.__iter__(value)),
     dict: lambda value: dict(dict.items(value)),
 }
-"""Plain types that a class may derive from, with functions that return the content without calling the class."""
+"""Plain types that a class may derive from, each with a function that returns the content of such an object as the
+plain type, without calling methods of the class."""
 
 
 class Channel:
-    """One end of a stream of frames.
+    """One end of a connection that carries messages, called frames: 8 bytes with the length, then the bytes.
 
     Args:
-        descriptor: of a stream socket, which must not block where deadlines are given.
+        descriptor: file descriptor of a stream socket. It must be non-blocking if deadlines are used.
     """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
 
     def send(self, frame: bytes, deadline: float | None = None) -> None:
-        """Write a frame.
+        """Write one frame.
+
+        Args:
+            frame: the bytes to send.
+            deadline: the time on the monotonic clock, in seconds, by which the other end must have taken them; None
+                waits without a limit.
 
         Raises:
-            TimeoutError: the other end does not take it before `deadline`, in seconds on the monotonic clock.
+            TimeoutError: the deadline has passed.
             OSError: the other end is closed.
         """
         left = memoryview(len(frame).to_bytes(8, "little") + frame)
@@ -85,12 +93,16 @@ class Channel:
                 left = left[os.write(self.descriptor, left) :]
 
     def receive(self, deadline: float | None = None) -> bytes:
-        """Return the next frame.
+        """Return the content of the next frame.
+
+        Args:
+            deadline: the time on the monotonic clock, in seconds, by which the frame must have arrived; None waits
+                without a limit.
 
         Raises:
-            TimeoutError: no frame arrives before `deadline`.
-            EOFError: the other end is closed, or sends no frame of at most `LARGEST` bytes.
-            OSError: the same.
+            TimeoutError: the deadline has passed.
+            EOFError: the other end is closed, or announced a frame of more than `LARGEST` bytes.
+            OSError: the other end is closed.
         """
         length = int.from_bytes(self._exactly(8, deadline), "little")
         if length > LARGEST:
@@ -116,11 +128,12 @@ class Channel:
 
 
 def encode(value: Any, number: Callable[[Any], Any]) -> Any:
-    """Return `value` in a form that JSON can hold.
+    """Return `value` as objects that `json.dumps` accepts; `decode` reverses it.
 
     Args:
-        value: the value.
-        number: returns what stands in the JSON for a value that is not plain, such as a number that identifies it.
+        value: any Python value.
+        number: called with each value that is not plain; returns the JSON object that stands for it, such as one with a
+            number that identifies the value.
     """
     kind: Any = type(value)
     if kind in (type(None), bool, float, str) or (kind is int and -(1 << 63) < value < 1 << 63):
@@ -146,11 +159,12 @@ def encode(value: Any, number: Callable[[Any], Any]) -> Any:
 
 
 def decode(said: Any, numbered: Callable[[str, Any], Any]) -> Any:
-    """Return the value that `encode` made this JSON from.
+    """Return the value that `encode` was given.
 
     Args:
         said: the parsed JSON.
-        numbered: returns a value that is not plain, given the kind and number that stand for it in the JSON.
+        numbered: called with the kind and the content of each JSON object that stands for a value that is not plain;
+            returns that value or a stand-in.
     """
     if isinstance(said, list):
         return [decode(item, numbered) for item in said]
@@ -175,16 +189,17 @@ def decode(said: Any, numbered: Callable[[str, Any], Any]) -> Any:
 
 
 def is_module(value: Any) -> bool:
-    """Return whether `value` is a module of the standard library that both ends import by its name."""
+    """Return whether `value` is a standard-library module. Such a module is sent by its name, and imported by the
+    receiver."""
     return type(value) is type(sys) and value.__name__.partition(".")[0] in MODULES
 
 
 def standard(name: str) -> Any:
-    """Return the type of the standard library with this name, which includes its module."""
+    """Return the standard-library type of this qualified name, such as "collections.deque"."""
     module, _, kind = name.rpartition(".")
     return getattr(importlib.import_module(module), kind)
 
 
 def dump(value: Any) -> bytes:
-    """Return a value as JSON in bytes."""
+    """Return objects that JSON can hold as JSON text, encoded in bytes."""
     return json.dumps(value).encode()

@@ -1,4 +1,4 @@
-"""The selection of trajectories that a report shows, since a file may hold many thousands."""
+"""The selection of a few trajectories for the page of a run, because a file may hold many thousands."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ TOKENS = 12_000  # of all trajectories shown token by token: a page of 1 MB
 
 @dataclass(slots=True, kw_only=True)
 class Chosen:
-    """A selection of a file's trajectories for the page of a run, by their line numbers in the file.
+    """A selection of a file's trajectories for the page of a run. A trajectory is identified by its line in the file;
+    the first line is 1.
 
     Attributes:
-        lists: lines of the trajectories that are shown token by token, by the name of their list.
-        again: for each prompt that was sampled at several steps, the lines of its trajectories at some of these steps.
-        total: number of trajectories in the file.
-        failed: number of failed ones among them.
-        long: number of trajectories that were left out of `lists` for their length.
+        lists: the lines of the trajectories that the page shows token by token, by the title of their list: "best",
+            "worst", "failed", "over the run".
+        again: the lines of trajectories with the same prompt at different steps, a list per prompt, in the order of the
+            steps.
+        total: the number of trajectories in the file.
+        failed: how many of them failed, that is, have no trained token.
+        long: how many trajectories were left out of `lists`, because the page shows a limited number of tokens.
     """
 
     lists: dict[str, list[int]] = field(default_factory=dict)
@@ -35,9 +38,14 @@ class Chosen:
 
 
 def choose(recorded: Iterable[Recorded]) -> Chosen:
-    """Choose the best, worst, failed and evenly spaced trajectories, up to `TOKENS` tokens, and prompts that recur.
+    """Choose the trajectories that the page of a run shows: the best, the worst, failed ones, evenly spaced ones, and
+    those of prompts that were sampled at several steps.
 
-    Holds a few numbers of each trajectory in memory.
+    Those shown token by token have `TOKENS` tokens at most, together. Only a few numbers per trajectory are kept in
+    memory.
+
+    Args:
+        recorded: all trajectories of a file, in its order.
     """
     seen: list[tuple[int, float | None, bool]] = []  # line, reward, failed
     tokens: dict[int, int] = {}
@@ -74,7 +82,7 @@ def choose(recorded: Iterable[Recorded]) -> Chosen:
 
 
 def _spread(values: list[int], count: int) -> list[int]:
-    """Return at most `count` of the values: the first, the last, and evenly spaced ones between."""
+    """Return at most `count` of the values: the first, the last, and evenly spaced ones in between."""
     if len(values) <= count:
         return values
     return [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]

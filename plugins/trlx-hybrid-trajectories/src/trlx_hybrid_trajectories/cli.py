@@ -1,4 +1,4 @@
-"""The commands `trlx-hybrid trajectories` and `trlx-hybrid report`, which show what a run recorded."""
+"""The commands `trlx-hybrid trajectories` and `trlx-hybrid report`, which show what a run has recorded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,12 @@ examples:
 
 
 def add_command(subparsers: Any) -> None:
-    """Add the command `trajectories` to an argparse subparsers object; its default `run` takes the parsed options."""
+    """Add the command `trajectories` to the command line. The function that carries it out, `run`, is stored as the
+    default of the option `run`.
+
+    Args:
+        subparsers: what argparse's `add_subparsers` returned.
+    """
     command = subparsers.add_parser(
         "trajectories",
         help="show the trajectories that a run recorded",
@@ -75,7 +80,12 @@ examples:
 
 
 def add_report(subparsers: Any) -> None:
-    """Add the command `report` to an argparse subparsers object; its default `run` takes the parsed options."""
+    """Add the command `report` to the command line. The function that carries it out, `run_report`, is stored as the
+    default of the option `run`.
+
+    Args:
+        subparsers: what argparse's `add_subparsers` returned.
+    """
     command = subparsers.add_parser(
         "report",
         help="write a page on a run that recorded itself",
@@ -91,7 +101,17 @@ def add_report(subparsers: Any) -> None:
 
 
 def run_report(options: argparse.Namespace) -> int:
-    """Write the page or the trace that the options ask for, and return the exit status. Raises HybridErrors."""
+    """Carry out the command `report`: write the HTML page, the trace, or both.
+
+    Args:
+        options: the parsed options of `add_report`.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        HybridError: the folder holds nothing of a run, or a file cannot be read or written.
+    """
     folder = options.run_folder
     if options.trace:
         from .events import SETTING, read_events, trace
@@ -119,7 +139,17 @@ def _write(option: str, file: Path, text: str) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show what the options ask for, and return the exit status. Raises HybridErrors, for the caller to print."""
+    """Carry out the command `trajectories`: print the selected trajectories, or write them to an HTML page.
+
+    Args:
+        options: the parsed options of `add_command`.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        HybridError: no trajectory matches, or a file cannot be read or written.
+    """
     limit = options.limit or options.worst or options.best or (ON_PAGE if options.html else IN_TERMINAL)
     found = list(itertools.islice(_chosen(options), limit + 1))
     if not found:
@@ -155,7 +185,7 @@ def _reward(one: Recorded) -> float:
 
 
 def _nothing(options: argparse.Namespace) -> str:
-    """Return why no trajectory was chosen, and which ones the file has."""
+    """Return an error message for options that match no trajectory; it says which trajectories the file has."""
     everything = [(one.step, one.failed) for one in read(options.file)]
     if not everything:
         return f"{options.file} holds no trajectories yet."

@@ -1,4 +1,4 @@
-"""Groups of logged metrics that are drawn together as curves, and how a run comes to log them."""
+"""The grouping of logged metrics into charts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curves:
-    """A group of metrics that are drawn together.
+    """A chart of the page: a group of logged metrics that are drawn together.
 
     Attributes:
-        title: what the metrics are, with the unit in brackets.
-        names: patterns of their names in the trainer's log.
-        missing: how a run comes to log them.
+        title: the chart's title, with the unit in brackets.
+        names: patterns (`fnmatch`) that match the metrics' names in the trainer's log.
+        missing: what to set so that the trainer logs these metrics, shown where it did not log them.
     """
 
     title: str
@@ -47,10 +47,17 @@ Series = dict[str, dict[int, float | None]]  # by name, the value at each step
 
 
 def curves(logs: Sequence[tuple[int, dict[str, Any]]]) -> dict[str, Series]:
-    """Return the logged metrics by the title of their chart, the charts of `FIRST` first.
+    """Group the logged metrics into charts.
 
-    Other metrics share a chart if their folder is the same; metrics named `hybrid/…` must have the same unit, too.
-    Metrics of evaluations are in the charts of the training metrics.
+    The charts of `FIRST` come first. The metrics that these do not show share a chart with others of the same prefix,
+    the part of the name before its last "/". If the prefix begins with "hybrid", they must also have the same unit.
+    Metrics of evaluations (`eval_…`) are drawn in the charts of the training metrics.
+
+    Args:
+        logs: optimizer step and metrics of each line that the trainer logged.
+
+    Returns:
+        The values of each metric by name and step, by the title of the chart. NaN and infinities become None.
     """
     found: dict[str, Series] = {group.title: {} for group in FIRST}
     others: dict[str, Series] = {}

@@ -1,4 +1,5 @@
-"""The events of each rank of a run: JSON lines in a folder of the run, read again for the report and the trace."""
+"""The events of a run, such as the begin of a phase or a weight sync. Each rank writes its own as lines of JSON to a
+file in the folder `report` of the run; this module also reads them for the report and the trace."""
 
 from __future__ import annotations
 
@@ -30,16 +31,16 @@ ACTIVITIES = {
     "train": "loss, optimizer, and what the trainer does besides",
     "idle": "after training",
 }
-"""The activities of a rank, with their meaning. An activity lasts until the rank records the next one."""
+"""What a rank can be doing, by name, with an explanation. An activity lasts until the rank records the next one."""
 SETTINGS = (
     *("learning_rate", "num_generations", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("max_completion_length", "temperature", "beta", "loss_type"),
 )
-"""The names of the trainer's arguments that the report shows."""
+"""Names of the training arguments that the report shows."""
 
 
 def folder_of(session: Run) -> Path:
-    """Return the folder of a run's events.
+    """Return the folder for the run's events: `report` in its `output_dir`.
 
     Raises:
         ConfigError: the trainer has no `output_dir`.
@@ -51,9 +52,13 @@ def folder_of(session: Run) -> Path:
 
 
 class EventLog:
-    """A log that appends the events of one rank to its file.
+    """Writes the events of this rank to its file, `report/rank<rank>.jsonl` in the run's `output_dir`.
 
-    Times are the host's, in seconds since 1970: nothing waits for the device.
+    Times are those of the host's clock, in seconds since 1970. The log never waits for the device.
+
+    Args:
+        session: the run.
+        trajectories: path of the file to which the run's trajectories are written, for the report to find it.
 
     Raises:
         RecordError: the file cannot be written to.
@@ -73,24 +78,37 @@ class EventLog:
         self.now("setup", session)
 
     def write(self, event: str, **fields: Any) -> None:
-        """Write one event. A full disk loses it; the number of lost events is written as the next event."""
+        """Write one event. If the disk is full, the event is lost; the number of lost events is written with the next
+        event.
+
+        Args:
+            event: kind of the event: "start", "header", "now", "sync", "log" or "end".
+            fields: further fields of the line, values that JSON can hold.
+        """
         self._lines.add([_line({"event": event, "time": round(time.time(), 4)} | fields)])
 
     def now(self, activity: str, session: Run, **fields: Any) -> None:
-        """Record that the rank begins one of `ACTIVITIES`."""
+        """Record that this rank now begins an activity; the one before is over.
+
+        Args:
+            activity: a name in `ACTIVITIES`.
+            session: the run.
+            fields: further fields of the line, values that JSON can hold.
+        """
         if session.header_lines and not self._header_written:
             self._header_written = True
             self.write("header", lines=session.header_lines)
         self.write("now", name=activity, step=session.step, training=session.training, **fields)
 
     def synced(self, report: SyncReport, session: Run) -> None:
-        """Record a weight sync that ended; the rank's activity is `wake` again."""
+        """Record the report of a weight sync that has ended. The rank's activity is "wake" again."""
         figures = {k: as_json_number(v) if isinstance(v, float) else v for k, v in asdict(report).items()}
         self.write("sync", step=session.step, **figures)
         self.now("wake", session)
 
     def logged(self, metrics: dict[str, Any], session: Run) -> None:
-        """Record a line of the trainer's log, numbers only."""
+        """Record the numbers among the metrics that the trainer logs, on rank 0 only. The metrics at the end of
+        training begin the activity "idle"."""
         if session.ranks.rank == 0:
             numbers = {k: as_json_number(v) for k, v in metrics.items() if isinstance(v, int | float)}
             self.write("log", step=session.step, metrics=numbers)
@@ -98,7 +116,7 @@ class EventLog:
             self.now("idle", session)
 
     def end(self) -> None:
-        """Record that the session closes, with the error if there was one."""
+        """Record that the run is closed, with the error that ended it, if there is one, and close the file."""
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         told = None if error is None or error is self._error else f"{type(error).__name__}: {error}"
         self.write("end", error=told)
@@ -135,15 +153,15 @@ def _facts(session: Run) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """An interval in which one rank had one activity.
+    """An interval of time in which one rank had one activity.
 
     Attributes:
-        start: the start of the run that it belongs to, counted from 0.
+        start: number of the launch that it belongs to; a resumed run has several, counted from 0.
         rank: the rank.
-        name: one of `ACTIVITIES`.
-        begin, end: seconds since 1970.
-        step: optimizer steps done when it began.
-        training: False in an evaluation.
+        name: the activity, a name in `ACTIVITIES`.
+        begin, end: the interval, in seconds since 1970.
+        step: the number of optimizer steps done when it began.
+        training: False during an evaluation.
     """
 
     start: int
@@ -157,22 +175,23 @@ class Span:
 
 @dataclass(slots=True, kw_only=True)
 class Events:
-    """The events that a run recorded. Of steps that a resumed run repeated, those of the last start are kept.
+    """All events that a run has recorded, as they are read from its files.
 
-    Each launch of the run is a start; resuming from a checkpoint is another one.
+    A run that is resumed from a checkpoint is launched several times; each launch is called a start. Of steps that a
+    later start has repeated, only the later start's events are kept.
 
     Attributes:
-        starts: for each start of the run the facts that rank 0 recorded, its time, and as "last" the time of its last
-            event.
-        header: the lines of the last header.
-        logs: step and metrics of each line of the log.
-        syncs: rank and row of each weight sync.
-        held: rank and row of each phase that began with a number of bytes per owner.
-        spans: intervals of all starts and ranks.
-        errors: errors of the last start, by rank.
-        ended: whether rank 0's last start came to its end.
-        broken: number of lines that were left out; a killed run may leave a line half written.
-        lost: number of events lost to a full disk, as far as a later event could tell.
+        starts: for each start, what rank 0 recorded about the run (model, settings, versions and so on), its time, and
+            as "last" the time of its last event.
+        header: the lines of the header that the last start printed.
+        logs: step and metrics of each line that the trainer logged.
+        syncs: for each weight sync, the rank and the recorded line.
+        held: for each phase that began, the rank and the recorded line; its "held" has the bytes by owner of memory.
+        spans: the intervals of all starts and ranks.
+        errors: for each rank whose last start ended with an error, the error.
+        ended: whether rank 0's last start was closed, rather than killed.
+        broken: how many lines could not be read; a run that is killed may leave a half-written line.
+        lost: how many events a full disk has lost, as far as later events could report it.
     """
 
     starts: list[dict[str, Any]] = field(default_factory=list)
@@ -188,9 +207,15 @@ class Events:
 
 
 def read_events(run: Path) -> Events:
-    """Return the events of a run, given its `output_dir`; none where it recorded none.
+    """Read the events of a run. A run that recorded none has an empty `Events`.
 
-    Ranks that the last start no longer had appear in `spans` only.
+    Of ranks that the last start did not have, only the spans are kept.
+
+    Args:
+        run: the `output_dir` of the run.
+
+    Raises:
+        HybridError: a file cannot be read.
     """
     found = Events()
     files = {int(f.stem[4:]): f for f in (run / FOLDER).glob("rank*.jsonl") if f.stem[4:].isdecimal()}
@@ -243,7 +268,14 @@ def _rows(file: Path, found: Events) -> Iterator[dict[str, Any]]:
 
 
 def _spans(start: int, rank: int, rows: list[dict[str, Any]]) -> Iterator[Span]:
-    """Yield the rank's spans. Each lasts until the rank's next activity, the last one until the rank's last event."""
+    """Yield one rank's spans of one start. Each lasts until the rank's next activity, and the last until its last
+    event.
+
+    Args:
+        start: number of the start, from 0.
+        rank: the rank.
+        rows: the rank's recorded lines of this start; not empty.
+    """
     said = [row for row in rows if row["event"] == "now"]
     ends = [row["time"] for row in said[1:]] + [rows[-1]["time"]]
     for row, end in zip(said, ends, strict=True):
@@ -252,12 +284,12 @@ def _spans(start: int, rank: int, rows: list[dict[str, Any]]) -> Iterator[Span]:
 
 
 def _before(kept: list[dict[str, Any]], rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Return the rows of earlier starts that still count, because a later start did not repeat their steps.
+    """Return those lines of earlier starts that still count, because a later start did not repeat their steps.
 
     Args:
-        kept: rows of the earlier starts.
-        rows: rows of the later start; steps before the first one that it trained still count. The log of a step is
-            written when the step is done.
+        kept: the lines of the earlier starts that have counted so far.
+        rows: the lines of the later start. It repeats all steps from the first one that it trained. A step's metrics
+            are logged with the number of the next step.
     """
     sampled = [row["step"] for row in rows if row["event"] == "now" and row["name"] == "rollout" and row["training"]]
     logged = [row["step"] - 1 for row in rows if row["event"] == "log" and "loss" in row["metrics"]]
@@ -266,9 +298,14 @@ def _before(kept: list[dict[str, Any]], rows: list[dict[str, Any]]) -> Iterator[
 
 
 def trace(events: Events, title: str) -> dict[str, Any]:
-    """Return the spans in the Trace Event Format, which Perfetto and chrome://tracing open: one track per rank.
+    """Return the spans in the Trace Event Format, which Perfetto and chrome://tracing open, with one track per rank.
 
-    Times are in microseconds since the run's first span.
+    Args:
+        events: the run's events.
+        title: the name that the viewer shows for the run.
+
+    Returns:
+        The content of the JSON file; times are in microseconds since the first span.
     """
     origin = min((span.begin for span in events.spans), default=0.0)
     rows: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": title}}]

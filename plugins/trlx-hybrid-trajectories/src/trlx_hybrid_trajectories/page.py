@@ -1,4 +1,4 @@
-"""An HTML page of recorded trajectories that needs nothing else: no network, no framework."""
+"""An HTML page that shows recorded trajectories token by token, in a single file that loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ LONG_PROMPT = 400  # tokens; a longer prompt is folded away
 
 
 def as_html(recorded: Sequence[Recorded], *, title: str = "Trajectories") -> str:
-    """Return a complete page with these trajectories, in this order.
+    """Return a complete HTML page that shows the trajectories in the given order.
 
-    Sampled tokens are upright and shaded by their probability; their log-prob is shown on hover. Observed tokens are
-    italic behind a bar. Every section is labelled in words, which remain when the page is copied as plain text.
+    Sampled tokens are upright and coloured by their probability; a tooltip shows their log-prob. Observed tokens, the
+    ones that a tool or an environment returned, are italic, with a bar beside them. Each section also has a label in
+    words, so that the difference is kept if the page is copied as plain text.
+
+    Args:
+        recorded: the trajectories to show.
+        title: the page's title, plain text.
     """
     body = [
         f'<header class="page">\n<h1>{escape(visible(title))}</h1>\n<p class="lede">{summary(recorded)}</p>',
@@ -34,12 +39,22 @@ def as_html(recorded: Sequence[Recorded], *, title: str = "Trajectories") -> str
 
 
 def packaged(name: str) -> str:
-    """Return the text of a file of this package."""
+    """Return the text of a data file of this package, such as a style sheet.
+
+    Args:
+        name: path of the file, relative to the package.
+    """
     return resources.files(__package__).joinpath(name).read_text("utf-8")
 
 
 def document(title: str, body: Sequence[str], *, styles: Sequence[str], scripts: Sequence[str]) -> str:
-    """Return a complete HTML page around the lines of its body, with style sheets and scripts given as texts."""
+    """Return a complete HTML page.
+
+    Args:
+        title: the page's title, plain text.
+        body: the lines of HTML inside the page's body.
+        styles, scripts: the texts of style sheets and scripts, which the page is to contain.
+    """
     parts = [
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
@@ -55,7 +70,7 @@ def document(title: str, body: Sequence[str], *, styles: Sequence[str], scripts:
 
 
 def summary(recorded: Sequence[Recorded]) -> str:
-    """Return a line with the number of trajectories, their steps, their rewards and the number of failed ones."""
+    """Return one line of text about trajectories: their number, steps and rewards, and how many failed."""
     if not recorded:
         return "No trajectories."
     steps = sorted({one.step for one in recorded})
@@ -70,7 +85,8 @@ def summary(recorded: Sequence[Recorded]) -> str:
 
 
 def legend() -> Iterator[str]:
-    """Yield lines of HTML that explain the colours and signs with which the page shows a trajectory's tokens."""
+    """Yield lines of HTML that explain how the page shows tokens: the colours of probabilities, and signs such as line
+    breaks."""
     percent = [f"{share:.0%}" for share in SHADES]
     names = [f"≥ {percent[0]}", *(f"≥ {share}" for share in percent[1:]), f"&lt; {percent[-1]}"]
     scale = "".join(f'<span class="t s{level}">{name}</span>' for level, name in enumerate(names))
@@ -83,7 +99,13 @@ def legend() -> Iterator[str]:
 
 
 def contents(recorded: Sequence[Recorded], among: Sequence[Recorded] = ()) -> Iterator[str]:
-    """Yield a table of the trajectories; its bars show the reward between the lowest and the highest on the page."""
+    """Yield lines of HTML: a table of trajectories that links to each of them on the page. A bar shows each reward,
+    relative to the lowest and the highest one.
+
+    Args:
+        recorded: the trajectories to list.
+        among: the trajectories whose lowest and highest rewards the bars refer to; those of `recorded` if empty.
+    """
     finite = [one.reward for one in among or recorded if one.reward is not None and math.isfinite(one.reward)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     heads = "".join(f'<th scope="col">{name}</th>' for name in ("trajectory", "step", "turns", "tokens", "reward", ""))
@@ -103,7 +125,11 @@ def contents(recorded: Sequence[Recorded], among: Sequence[Recorded] = ()) -> It
 
 
 def article(one: Recorded) -> Iterator[str]:
-    """Yield lines of HTML that show one trajectory token by token; the element's id is `t` and its line number."""
+    """Yield lines of HTML that show one trajectory token by token.
+
+    The element's id is "t" and the trajectory's line number in its file. For a completion of chat messages, these are
+    listed, too.
+    """
     cut, failed = sections(one), ' class="failed"' if one.failed else ""
     yield f'<article id="t{one.line}"{failed}>\n<header>'
     yield f"<h2>Trajectory {one.line}</h2>\n<dl>"
@@ -131,7 +157,8 @@ def _strip(section: Section) -> str:
 
 
 def _section(section: Section) -> Iterator[str]:
-    """Yield lines of HTML for a section of a trajectory, with a heading; a sampled one has its turn's number there."""
+    """Yield lines of HTML that show one section of a trajectory with a heading; that of a sampled section names the
+    turn."""
     folded = section.kind == "prompt" and section.tokens > LONG_PROMPT
     heading = f"<b>turn {section.turn}</b>" if section.kind == "sampled" else ""
     mean = f"<small>{section.mean}</small>" if section.mean else ""
@@ -157,5 +184,10 @@ def _span(span: TokenSpan, *, shaded: bool) -> str:
 
 
 def _shade(logprob: float) -> int:
-    """Return a shade from 0, for a token that is almost certain, to 5; 5 for NaN as well."""
+    """Return the shade in which a sampled token is shown: 0 for an almost certain one, up to 5 for an improbable one or
+    NaN.
+
+    Args:
+        logprob: the token's log-prob, in nats.
+    """
     return sum(not logprob >= math.log(share) for share in SHADES)

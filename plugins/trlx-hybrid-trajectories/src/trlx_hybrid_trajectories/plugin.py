@@ -1,4 +1,5 @@
-"""The hooks and options of the plugin `trajectories`. The file imports little: loading every plugin must stay cheap."""
+"""The hooks and options of the plugin `trajectories`. The module imports little, because every process loads every
+plugin."""
 
 from __future__ import annotations
 
@@ -23,15 +24,15 @@ _logs: WeakKeyDictionary[Run, EventLog] = WeakKeyDictionary()  # of the runs tha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoriesOptions:
-    """Options in `HybridConfig.plugin_options["trajectories"]`.
+    """Options of this plugin, set as `HybridConfig.plugin_options["trajectories"]`.
 
     Attributes:
-        record: a file that trajectories are appended to, one JSON line each, for `trlx-hybrid trajectories`.
-            Records the trajectories of rank 0 in training and evaluation, with every engine and rollout. None records
-            nothing, unless `report` is set: then the file is `report/trajectories.jsonl` in the run's `output_dir`.
-        record_limit: number of trajectories recorded of each batch, the first ones; at least 1.
-        report: whether each rank records what it does, for `trlx-hybrid report`, in the folder `report` of the run's
-            `output_dir`: its phases, weight syncs and memory, and on rank 0 what the trainer logs.
+        record: path of a file to which rank 0's trajectories are appended, one line of JSON each, for `trlx-hybrid
+            trajectories`. This works in training and evaluation, with every engine and rollout. If None, nothing is
+            recorded, unless `report` is set: then the file is `report/trajectories.jsonl` in the run's `output_dir`.
+        record_limit: how many trajectories of each batch are recorded, the first ones; at least 1.
+        report: whether each rank records its phases, weight syncs and memory, and rank 0 what the trainer logs, for
+            `trlx-hybrid report`. The files are in the folder `report` of the run's `output_dir`.
     """
 
     record: str | None = None
@@ -43,7 +44,11 @@ class TrajectoriesOptions:
             raise ConfigError(f"trajectories: record_limit must be 1 or more, got {self.record_limit}.")
 
     def file(self, session: Run) -> str | None:
-        """Return the path of the file that the run's trajectories are written to; None if they are not recorded."""
+        """Return the path of the file to which the run's trajectories are written, or None if they are not recorded.
+
+        Raises:
+            ConfigError: the file belongs in the run's `output_dir`, and the trainer has none.
+        """
         if self.record is not None or not self.report:
             return self.record
         from .events import TRAJECTORIES, folder_of
@@ -53,7 +58,7 @@ class TrajectoriesOptions:
 
 @hookimpl
 def trlx_configure(session: Run) -> None:
-    """Open the run's files. Wrong options and unwritable files raise here, before anything is sampled."""
+    """Open the run's files, so that wrong options and unwritable files raise before anything is sampled."""
     options = session.config.options_of("trajectories", TrajectoriesOptions)
     file = options.file(session)
     if file is not None and session.ranks.rank == 0:
@@ -74,14 +79,15 @@ def _file_of(session: Run, path: str) -> OptionalLines:
 
 @hookimpl
 def trlx_leave_phase(session: Run, phase: Phase) -> None:
-    """Record the activity after the phase: `wake` after training, `sleep` after a rollout."""
+    """Record what the rank does after the phase: "wake" the engine after training, put it to "sleep" after a rollout."""
     if session in _logs:
         _logs[session].now("wake" if phase.value == "train" else "sleep", session)
 
 
 @hookimpl
 def trlx_enter_phase(session: Run, phase: Phase) -> None:
-    """Record the phase, and how many bytes each owner holds in it."""
+    """Record that the phase begins, and how many bytes each owner of memory (policy, optimizer, engine and so on) holds
+    in it."""
     if session in _logs:
         held = dict(session.held_bytes.get(phase, {}))
         _logs[session].now("scoring" if phase.value == "train" else "rollout", session, phase=phase.value, held=held)
@@ -96,14 +102,14 @@ def trlx_sync_start(session: Run) -> None:
 
 @hookimpl
 def trlx_sync_end(session: Run, report: SyncReport) -> None:
-    """Record the weight sync that ended, with its figures."""
+    """Record that a weight sync has ended, with its report: seconds, bytes, and what was verified."""
     if session in _logs:
         _logs[session].synced(report, session)
 
 
 @hookimpl
 def trlx_rollout_end(session: Run, trajectories: Sequence[Trajectory]) -> None:
-    """Record rank 0's trajectories, if the options say so. How many a full disk lost is logged as a metric."""
+    """Record rank 0's trajectories, if the options say so, and log the number of those that a full disk has lost."""
     options = session.config.options_of("trajectories", TrajectoriesOptions)
     path = options.file(session)  # read again: `multi_turn` may have added it, from its older option
     if path is not None and session.ranks.rank == 0:
@@ -119,7 +125,7 @@ def trlx_rollout_end(session: Run, trajectories: Sequence[Trajectory]) -> None:
 
 @hookimpl
 def trlx_log(session: Run, metrics: dict[str, float]) -> None:
-    """Record what the trainer logs."""
+    """Record the metrics that the trainer logs."""
     if session in _logs:
         _logs[session].logged(metrics, session)
 
@@ -137,7 +143,7 @@ def trlx_unconfigure(session: Run) -> None:
 
 @hookimpl
 def trlx_command(commands: Any) -> None:
-    """Add `trlx-hybrid trajectories` and `trlx-hybrid report`."""
+    """Add the commands `trlx-hybrid trajectories` and `trlx-hybrid report`."""
     from .cli import add_command, add_report
 
     add_command(commands)

@@ -1,4 +1,5 @@
-"""Trajectories on disk: one JSON line each, with the text of every token, so that a view needs no tokenizer."""
+"""Files of trajectories: one line of JSON for each, which holds the text of every token, so that a viewer needs no
+tokenizer."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
-"""Errors of a disk that is full or broken for now, as `OSError.errno`: not a mistake in the file's name."""
+"""Values of `OSError.errno` that mean a full or failing disk, and not a mistake in the file's name."""
 
 DEEPEST = 24  # levels of a message that are kept, as a message may contain itself
 REPLACEMENT = "\ufffd"  # a decoder's output for bytes that are not a whole character
@@ -39,25 +40,29 @@ OTHER_FILE = (
 
 
 class RecordError(HybridError, ValueError):
-    """Raised where a file of trajectories cannot be read or written. Names the file and the line, and what to do."""
+    """Raised where a file of trajectories cannot be read or written. The message names the file, the line, and what to
+    do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """One recorded trajectory.
+    """One trajectory as it is read from a file.
 
     Attributes:
-        line: line of the file it came from, the first is 1; identifies the trajectory within its file.
-        step: number of optimizer steps done when it was sampled.
-        training: False for a trajectory of an evaluation.
-        weight_version: version of the weights that sampled it.
-        reward: weighted sum of the reward functions; None where nothing scored it.
-        prompt_ids, completion_ids: token ids; everything after the prompt, sampled or observed, is completion.
-        prompt_texts, completion_texts: text of each token; None where it is part of the text of the token before.
-        loss_mask: per token of the completion 1 where it was sampled, 0 where it was observed.
-        logprobs: per token of the completion, natural logarithm; None as a whole where none were requested.
-        special_ids: its token ids that are special tokens.
-        completion: text or chat messages, as far as JSON can hold them; a short note replaces images and the like.
+        line: its line in the file; the first is 1.
+        step: the number of optimizer steps done when it was sampled.
+        training: False if it was sampled in an evaluation.
+        weight_version: version of the weights that sampled it, a number that grows with each change of the weights.
+        reward: the weighted sum of the reward functions' rewards; None if it has no reward.
+        prompt_ids, completion_ids: token ids. All tokens after the prompt, sampled or observed, belong to the
+            completion.
+        prompt_texts, completion_texts: the text of each token; None for a token that completes the character which the
+            token before it began.
+        loss_mask: for each token of the completion, 1 if the model sampled it, 0 if it was observed.
+        logprobs: for each token of the completion its log-prob, in nats; None if no log-probs were requested.
+        special_ids: which of its token ids are special tokens.
+        completion: the completion as text or as chat messages, in a form that JSON can hold; images and the like are
+            replaced by a short note.
     """
 
     line: int
@@ -89,10 +94,18 @@ def append(
     limit: int | None = None,
     training: bool = True,
 ) -> int:
-    """Append the first `limit` trajectories to a file, or all if `limit` is None, and return their number.
+    """Append trajectories to a file, and return how many were written.
 
-    The file and its folders are made when missing. Call it from one process only. What is written is strict JSON;
-    numbers that JSON lacks become the strings "nan", "inf" and "-inf".
+    The file and its folders are created if necessary. Only one process may call this for a file. The lines are strict
+    JSON; NaN and infinities become the strings "nan", "inf" and "-inf".
+
+    Args:
+        path: the file.
+        trajectories: the trajectories of a batch.
+        tokenizer: the tokenizer, or a processor that has one, for the text of each token.
+        step: the number of optimizer steps done.
+        limit: how many trajectories are written, the first ones; None writes all.
+        training: False in an evaluation.
 
     Raises:
         RecordError: the file cannot be written to.
@@ -111,16 +124,20 @@ def lines_of(
     limit: int | None = None,
     training: bool = True,
 ) -> list[str]:
-    """Return the lines that `append` writes for the trajectories, one each."""
+    """Return the lines of JSON that `append` would write, one for each trajectory. See `append` for the arguments."""
     chosen = trajectories[: max(0, limit)] if limit is not None else trajectories
     texts = TokenTexts(tokenizer)
     return [json.dumps(_row(t, texts, step, training), allow_nan=False, separators=(",", ":")) for t in chosen]
 
 
 def add_lines(path: str | os.PathLike[str], lines: Sequence[str]) -> None:
-    """Append lines to a file, all or none. The file and its folders are made when missing.
+    """Append lines to a file: all of them, or none if that fails. The file and its folders are created if necessary.
 
-    One process may do so at a time.
+    Only one process may write to a file at a time.
+
+    Args:
+        path: the file.
+        lines: the lines, without line breaks.
 
     Raises:
         RecordError: the file cannot be written to.
@@ -130,7 +147,16 @@ def add_lines(path: str | os.PathLike[str], lines: Sequence[str]) -> None:
 
 
 def _append(file: FileIO, path: str | os.PathLike[str], lines: Sequence[str]) -> None:
-    """Append lines to a file that `opened` has opened: all, or none."""
+    """Append lines to an open file: all of them, or none if that fails.
+
+    Args:
+        file: the file, as `opened` returns it.
+        path: its path, for the error message.
+        lines: the lines, without line breaks.
+
+    Raises:
+        RecordError: the lines cannot be written.
+    """
     try:
         end = file.seek(0, 2)
         cut = end > 0 and (file.seek(-1, 2), file.read(1))[1] != b"\n"
@@ -148,10 +174,10 @@ def _append(file: FileIO, path: str | os.PathLike[str], lines: Sequence[str]) ->
 
 
 def opened(path: str | os.PathLike[str]) -> FileIO:
-    """Open a file to append to; the file and its folders are made when missing.
+    """Open a file for appending and reading, unbuffered. The file and its folders are created if necessary.
 
     Raises:
-        RecordError: the file cannot be written to.
+        RecordError: the file cannot be opened.
     """
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -161,16 +187,18 @@ def opened(path: str | os.PathLike[str]) -> FileIO:
 
 
 class OptionalLines:
-    """A file of JSON lines that training does not depend on: where the disk is full, lines are lost and counted.
+    """A file of lines of JSON that training can do without: if the disk is full, lines are lost and counted, and
+    nothing raises.
 
-    The file stays open, because on a disk that many nodes share each opening is a call to its server. Lines are written
-    without a buffer, so that a run which is killed keeps them. A forked process and a copy of this object open the file
-    themselves.
+    The file stays open, because opening it for each line would cost a call to the server of a network file system.
+    Writes are unbuffered, so that a killed run loses none of them. A forked process, or a pickled copy of this object,
+    opens the file anew.
 
     Args:
-        path: the file; it and its folders are made when missing.
-        what: what the lines are, for the warning.
-        note: makes a line that reports a number of lost lines; it is written before the next line that is not lost.
+        path: the file; it and its folders are created if necessary.
+        what: what the lines are, for the warning about lost ones.
+        note: returns a line that reports a given number of lost lines; it is written before the next line that can be
+            written.
 
     Attributes:
         lost: how many lines were not written.
@@ -192,9 +220,10 @@ class OptionalLines:
             self._warn(error)
 
     def add(self, lines: Sequence[str]) -> None:
-        """Append lines.
+        """Append lines, without line breaks: all of them, or none if the disk is full, in which case they are counted
+        in `lost`.
 
-        Warns when the first lines are lost, and tries again with the next lines: somebody may have made room.
+        Warns when the first lines are lost. Each call tries again, because somebody may have made room.
         """
         missing = self.lost - self._told
         told = [self._note(missing)] if self._note is not None and missing else []
@@ -208,13 +237,13 @@ class OptionalLines:
             self.lost += len(lines)
 
     def close(self) -> None:
-        """Close the file. A later line opens it again."""
+        """Close the file. The next `add` opens it again."""
         if self._file is not None:
             self._file.close()
         self._file = None
 
     def _open(self) -> FileIO:
-        """Return the open file; it is opened again in a forked process, and after somebody has removed it."""
+        """Return the open file. It is opened anew in a forked process, and after somebody has deleted it."""
         if self._opened_by != os.getpid() or (self._file is not None and os.fstat(self._file.fileno()).st_nlink == 0):
             self.close()
         if self._file is None:
@@ -235,11 +264,15 @@ class OptionalLines:
 def read(path: str | os.PathLike[str], broken: list[int] | None = None) -> Iterator[Recorded]:
     """Yield the trajectories of a file, in its order.
 
-    A last line without its line break is left out: a run is writing it. Any other line that is not a trajectory is left
-    out if `broken` is given, and its number is added to `broken`.
+    A last line without a line break is skipped, because a run may still be writing it.
+
+    Args:
+        path: the file.
+        broken: a list to which the numbers of the lines are appended that are not a trajectory; they are skipped. If
+            None, such a line raises.
 
     Raises:
-        RecordError: a line is not a trajectory and `broken` is None, or there is no such file.
+        RecordError: the file cannot be read, or a line is not a trajectory and `broken` is None.
     """
     try:
         with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
@@ -280,14 +313,20 @@ def _row(trajectory: Trajectory, texts: TokenTexts, step: int, training: bool) -
 
 
 def as_json_number(value: float | None) -> float | str | None:
-    """Return a number as strict JSON; NaN and infinities become the strings "nan", "inf" and "-inf"."""
+    """Return a number in a form that strict JSON can hold: NaN and infinities become the strings "nan", "inf" and
+    "-inf"."""
     if value is None:
         return None
     return float(value) if math.isfinite(value) else str(float(value))
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """Return `value` as JSON can hold it, with `<image 640x480>` and the like for what JSON cannot hold."""
+    """Return `value` in a form that JSON can hold; anything else is replaced by a note such as `<image 640x480>`.
+
+    Args:
+        value: a message, or any value in one.
+        depth: how deeply the value is nested in the message; values below level `DEEPEST` are replaced.
+    """
     if isinstance(value, str):
         long = value.startswith("data:") and len(value) > LONGEST_DATA_URL
         return f"<data URL, {len(value)} characters>" if long else str(value)
@@ -318,7 +357,8 @@ TYPES: dict[str, type] = {
     "loss_mask": list,
     "special_ids": list,
 }
-"""The fields with a fixed type. Pages and terminals show numbers unescaped: a text in their place could be a script."""
+"""The types of a line's fields, checked when it is read. Viewers show these values unescaped, so text in place of a
+number could inject a script."""
 
 ELEMENTS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("prompt_ids", "completion_ids", "loss_mask", "special_ids"), (int,)),
@@ -327,7 +367,12 @@ ELEMENTS: dict[str, tuple[type, ...]] = {
 
 
 def _parsed(line: str, number: int) -> Recorded | str:
-    """Return the trajectory in a line, or the reason why the line is none."""
+    """Return the trajectory in a line of a file, or, if the line is not one, the reason as a text.
+
+    Args:
+        line: the line, without its line break.
+        number: its number in the file; the first is 1.
+    """
     try:
         row = json.loads(line)
         if not isinstance(row, dict):
@@ -357,10 +402,13 @@ def _float(value: Any) -> float | None:
 
 
 class TokenTexts:
-    """A decoder that gives the text of each token, for one tokenizer; it caches single tokens.
+    """Decodes each token of a sequence to its own text, with one tokenizer. The texts of single tokens are cached.
 
     Args:
-        tokenizer: a transformers tokenizer, or a processor that has one.
+        tokenizer: a tokenizer of transformers, or a processor that has one.
+
+    Attributes:
+        special_ids: ids of the tokenizer's special tokens.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -371,11 +419,15 @@ class TokenTexts:
         self.special_ids: frozenset[int] = frozenset(special | set(self._tokenizer.all_special_ids))
 
     def of(self, ids: Sequence[int], kinds: Sequence[Any]) -> list[str | None]:
-        """Return the text of every token; None where a token's text is part of the one before it.
+        """Return the text of each token; None for a token whose text is part of the text of the token before it.
 
-        Byte-level tokenizers split a character over several tokens: the first gets the text, the others None. Tokens
-        of different `kinds` (one per token, compared with their neighbours) never share a text: half a character that
-        was sampled and half a character that was observed are two unreadable halves.
+        Byte-level tokenizers may split one character over several tokens: then the first gets the character, and the
+        others get None.
+
+        Args:
+            ids: token ids.
+            kinds: for each token a value that says which kind it is, such as sampled or observed. Neighbours of
+                different kinds never share a character: each half is decoded by itself, and is unreadable.
         """
         texts: list[str | None] = []
         start = 0
@@ -386,9 +438,13 @@ class TokenTexts:
         return texts
 
     def _run(self, ids: list[int], start: int) -> list[str | None]:
-        """Return the texts of `ids[start:]`, None where a token's text is part of the one before.
+        """Return the texts of the tokens `ids[start:]`; None for a token whose text is part of the text of the token
+        before it.
 
-        Earlier ids are context for the decoder, because sentencepiece drops a text's leading space.
+        Args:
+            ids: token ids.
+            start: 0, or 1 if the first id is only context for the decoder, because sentencepiece drops the leading
+                space of a text.
         """
         if self._single(ids[0]).endswith(REPLACEMENT):
             ids, start = ids[start:], 0  # half a character as context would absorb what follows

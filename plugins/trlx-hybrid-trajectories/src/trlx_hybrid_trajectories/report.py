@@ -1,4 +1,5 @@
-"""An HTML page of a run that needs nothing else: curves, timeline, weight syncs, memory, trajectories."""
+"""An HTML page about a run, in a single file that loads nothing from elsewhere: curves of metrics, a timeline of
+phases, weight syncs, memory and trajectories."""
 
 from __future__ import annotations
 
@@ -30,13 +31,13 @@ LICENCE = "uPlot 1.6.32, which draws the curves, and this licence of it:"
 
 
 def as_report(run: Path) -> str:
-    """Return the page of a run.
+    """Return the HTML page about a run.
 
     Args:
-        run: the run's `output_dir`.
+        run: the `output_dir` of the run, which may still be going on.
 
     Raises:
-        HybridError: there is no such folder, or it holds nothing of a run.
+        HybridError: there is no such folder, or it holds nothing that a run has recorded.
     """
     if not run.is_dir():
         raise HybridError(f"{run} is no folder. Give the output_dir of a run.")
@@ -72,7 +73,8 @@ def as_report(run: Path) -> str:
 
 
 def _json(data: Any) -> str:
-    """Return data as strict JSON for a script element, with every `<` escaped so that no text can close the element."""
+    """Return data as strict JSON for a script element. Each `<` is escaped, so that no text in the data can end the
+    element."""
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -83,7 +85,18 @@ def _part(name: str, title: str, lines: Iterable[str]) -> Iterator[str]:
 
 
 def _of_checkpoint(run: Path) -> tuple[list[tuple[int, dict[str, Any]]], str]:
-    """Return what the trainer logged up to its last checkpoint, and a sentence that says so."""
+    """Read what the trainer logged from the newest checkpoint, for a run that has not recorded events.
+
+    Args:
+        run: the `output_dir` of the run.
+
+    Returns:
+        Step and metrics of each logged line, and a sentence that names the source; empty ones if there is no
+        checkpoint.
+
+    Raises:
+        HybridError: the checkpoint's `trainer_state.json` cannot be read.
+    """
     files = sorted(run.glob("**/trainer_state.json"), key=lambda file: file.stat().st_mtime)
     if not files:
         return [], ""
@@ -248,7 +261,16 @@ def _timeline(events: Events, data: dict[str, Any]) -> Iterator[str]:
 
 
 def _row(spans: list[Span], origin: float) -> dict[str, list[int]]:
-    """Return the spans as lists: milliseconds, numbers of activities, and steps (an evaluation's as -1 - step)."""
+    """Return one rank's spans for the timeline's script, a list of numbers for each property.
+
+    Args:
+        spans: the rank's spans, in order.
+        origin: the time at which the timeline begins, in seconds since 1970.
+
+    Returns:
+        "begin" and "end", in milliseconds since `origin`; "what", the place of the span's activity in `ACTIVITIES`; and
+        "step", the optimizer step, or -1 - step for an evaluation.
+    """
     names = list(ACTIVITIES)
     return {
         "begin": [round((span.begin - origin) * 1000) for span in spans],
@@ -265,7 +287,12 @@ def _seconds(spans: list[Span], rank: int, used: list[str]) -> list[str]:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Yield lines of an HTML table, given the heads of its columns and its rows; the first column names the rows."""
+    """Yield lines of HTML: a table.
+
+    Args:
+        heads: the columns' headings, plain text.
+        rows: the cells of each row, plain text; the first is the heading of its row.
+    """
     yield '<div class="wide"><table><thead><tr>'
     yield "".join(f'<th scope="col">{escape(head)}</th>' for head in heads) + "</tr></thead>\n<tbody>"
     for name, *cells in rows:
@@ -315,7 +342,12 @@ def _sync_row(rank: int, rows: list[dict[str, Any]], policy: int) -> list[str]:
 
 
 def _per_rank(values: dict[int, dict[int, float]]) -> Series:
-    """Return a curve for each rank; for more than `RANKS`, curves of the smallest, the median and the largest value."""
+    """Return the curves of a quantity that each rank measures: one per rank, or, for more than `RANKS` ranks, the
+    smallest, the median and the largest value over the ranks.
+
+    Args:
+        values: the measured values by rank and step.
+    """
     if len(values) <= RANKS:
         return {f"rank {rank}": dict(found) for rank, found in values.items()}
     at: dict[int, list[float]] = defaultdict(list)
@@ -412,7 +444,12 @@ def _trajectories(file: Path | None) -> Iterator[str]:
 
 
 def _again(found: list[Recorded]) -> Iterator[str]:
-    """Yield lines of HTML that show a prompt that was sampled at several steps, with its completion at each step."""
+    """Yield lines of HTML that show a prompt that was sampled at several steps, with its completion and reward at each
+    step.
+
+    Args:
+        found: the prompt's trajectories, in the order of their steps.
+    """
     prompt = "".join(span.text for section in sections(found[0])[:1] for span in section.spans)
     rewards = " → ".join(number(one.reward) for one in found)
     yield f'<details class="again"><summary><b>{escape(_cut(prompt, 160))}</b> reward {rewards}</summary>'

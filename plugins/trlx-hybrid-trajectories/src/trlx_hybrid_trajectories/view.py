@@ -1,4 +1,4 @@
-"""Views of a recorded trajectory: cut into sections of one kind of token, and as text for a terminal."""
+"""Views of a recorded trajectory: its tokens cut into sections of one kind, and the whole as text for a terminal."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ _UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSpan:
-    """The smallest unit that can be shown: a token, or the tokens that share a character.
+    """The smallest part of a trajectory that can be shown: one token, or several tokens that together form a character.
 
     Attributes:
-        text: the tokens' text, without control characters except line break and tab; never empty.
+        text: the tokens' text; never empty. Control characters other than line break and tab are replaced by visible
+            signs.
         ids: the token ids.
-        logprobs: log-prob of each token; None where there is none.
-        special: whether it is a special token, or one without any text.
+        logprobs: the log-prob of each token, in nats; None where a token has none.
+        special: True for a special token, and for a token without any text.
     """
 
     text: str
@@ -36,19 +37,21 @@ class TokenSpan:
 
     @property
     def logprob(self) -> float | None:
-        """The log-prob of the whole span; None where a token has none."""
+        """The sum of the tokens' log-probs, in nats; None if one of them has none."""
         known = [value for value in self.logprobs if value is not None]
         return sum(known) if len(known) == len(self.logprobs) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A part of a recorded trajectory: consecutive tokens of one kind, such as all tokens of one sampled turn.
+    """A part of a recorded trajectory: consecutive tokens of one kind, such as those of one sampled turn.
 
     Attributes:
-        kind: "prompt"; "sampled" by the model; "observed", from a tool or an environment; "masked", the completion of
-            a failed trajectory, whose mask no longer tells sampled from observed.
-        turn: number of the turn that it belongs to; the first sampled section begins turn 1, and before that it is 0.
+        kind: "prompt"; "sampled" for tokens of the model; "observed" for tokens of a tool or an environment; "masked"
+            for the completion of a failed trajectory, whose loss mask is 0 everywhere, so that sampled and observed
+            tokens cannot be told apart.
+        turn: number of the turn that it belongs to. The first sampled section begins turn 1; sections before it have
+            turn 0.
         spans: the tokens.
     """
 
@@ -63,7 +66,7 @@ class Section:
 
     @property
     def mean(self) -> str:
-        """The mean log-prob of a sampled section in words; empty where a token has no log-prob."""
+        """The mean log-prob of a sampled section as a text; "" for other sections, and where a token has no log-prob."""
         values = [value for span in self.spans for value in span.logprobs if value is not None]
         if self.kind != "sampled" or len(values) < self.tokens:
             return ""
@@ -71,12 +74,12 @@ class Section:
 
     @property
     def label(self) -> str:
-        """The kind and the number of tokens, in words."""
+        """A label for the section: its kind and its number of tokens, such as "sampled · 12 tokens"."""
         return f"{self.kind} · {number_of(self.tokens, 'token')}"
 
 
 def sections(recorded: Recorded) -> list[Section]:
-    """Return all tokens of a trajectory in order, as sections: the prompt, then sampled and observed ones in turn."""
+    """Cut a trajectory's tokens into sections, in order: first the prompt, then sampled and observed sections in turn."""
     found = _cut(recorded, "prompt", 0, recorded.prompt_ids, recorded.prompt_texts, None)
     start, turn, mask = 0, 0, recorded.loss_mask
     for end in range(1, len(mask) + 1):
@@ -104,7 +107,8 @@ def visible(text: str) -> str:
 
 
 def facts(recorded: Recorded) -> list[tuple[str, str]]:
-    """Return what is shown above a trajectory (reward, step, tokens and so on) as pairs of name and value."""
+    """Return the line of facts that is shown above a trajectory (reward, step, weight version, turns, tokens), as pairs
+    of name and value."""
     sampled = sum(map(bool, recorded.loss_mask))
     total = len(recorded.completion_ids)
     tokens = f"{total} masked" if recorded.failed else f"{sampled} sampled, {total - sampled} observed"
@@ -118,13 +122,14 @@ def facts(recorded: Recorded) -> list[tuple[str, str]]:
 
 
 def turns(recorded: Recorded) -> int:
-    """Return how often the model spoke; 0 for a failed trajectory, whose mask cannot tell."""
+    """Return how many turns the model sampled; 0 for a failed trajectory, whose loss mask cannot tell."""
     mask = [bool(m) for m in recorded.loss_mask]
     return sum(here and not before for here, before in zip(mask, [False, *mask[:-1]], strict=True))
 
 
 def messages(recorded: Recorded) -> list[tuple[str, str]]:
-    """Return role and text of each message of the completion; a completion of text is one message without a role."""
+    """Return the role and the text of each message of the completion. A completion that is plain text is one message
+    with the role ""."""
     if not isinstance(recorded.completion, list):
         return [] if recorded.completion is None else [("", visible(_text(recorded.completion)))]
     found = []
@@ -139,14 +144,14 @@ def messages(recorded: Recorded) -> list[tuple[str, str]]:
 
 
 def number(value: float | None) -> str:
-    """Format a number for reading: up to four digits, a true minus sign, a dash for None."""
+    """Format a number for reading: up to four significant digits, a true minus sign, and a dash for None."""
     if value is None:
         return "–"
     return (f"{value:.4g}" if math.isfinite(value) else str(value)).replace("-", "−")
 
 
 def number_of(count: int, noun: str) -> str:
-    """Return a count with its noun: `1 token`, `2 tokens`."""
+    """Return a count with its noun in singular or plural: "1 token", "2 tokens"."""
     return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
@@ -185,10 +190,15 @@ FAILED = "✗ failed: excluded from training (loss mask all 0)"
 
 
 def as_text(recorded: Recorded, *, colour: bool, width: int) -> str:
-    """Return one trajectory as lines of at most `width` columns (at least 4), without a line break at the end.
+    """Return one trajectory as text for a terminal, without a line break at the end.
 
-    Sampled text is indented by two blanks; what the model was given or shown is dimmed, behind a bar. With `colour`
-    False there is no escape code; the caller decides on colour (`NO_COLOR`, whether the output is a terminal).
+    Sampled text is indented by two spaces; prompts and observed text are dimmed, with a bar before each line.
+
+    Args:
+        recorded: the trajectory.
+        colour: whether to use escape codes for bold, dim and red. The caller decides, by `NO_COLOR` and whether the
+            output is a terminal.
+        width: the number of columns that a line may have; less than 4 counts as 4.
     """
     width = max(4, width)
 
@@ -219,7 +229,8 @@ def _heading(section: Section) -> str:
 
 
 def _lines(text: str, width: int) -> Iterator[str]:
-    """Yield `text` cut at its line breaks and at `width` columns, between words where that is possible."""
+    """Yield the lines of a text, broken at its line breaks and where a line is longer than `width` columns, between
+    words if possible."""
     if not text:
         return
     for line in text.removesuffix("\n").split("\n"):
@@ -227,7 +238,7 @@ def _lines(text: str, width: int) -> Iterator[str]:
 
 
 def _wrapped(line: str, width: int) -> Iterator[str]:
-    """Yield pieces of at most `width` columns that together are `line`."""
+    """Yield pieces of at most `width` columns each, which together are the line."""
     piece, used = "", 0
     for word in re.findall(r"\S+|\s+", line):
         needed = sum(map(_columns, word))
@@ -243,7 +254,8 @@ def _wrapped(line: str, width: int) -> Iterator[str]:
 
 
 def _columns(character: str) -> int:
-    """Return the columns of a character in a terminal: 2 in East Asian scripts and for emoji, 0 for combining accents.
+    """Return how many columns a character takes in a terminal: 2 for East Asian wide characters and emoji, 0 for
+    combining accents, else 1.
 
     The rules are those of Markus Kuhn's wcwidth, in which the soft hyphen is visible.
     """

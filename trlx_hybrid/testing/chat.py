@@ -1,4 +1,5 @@
-"""A chat model that calls tools without training: it samples single tokens that spell whole turns."""
+"""A tiny chat model that calls tools without any training: each token that it samples stands for a whole turn's
+text."""
 
 from __future__ import annotations
 
@@ -10,18 +11,22 @@ from .models import CHARACTERS, tiny_model
 
 QWENS = "<|im_start|>", "<|im_end|>"
 TEMPLATES = {"qwen3": QWENS, "qwen3_vl": QWENS, "llama3_1": ("<|begin_of_text|>", "<|eot_id|>")}
-"""TRL's chat templates by name, with the tokens that begin a text and end a turn."""
+"""TRL's chat templates by name, each with the token that begins a text and the token that ends a turn."""
 
 SCHEMA = "type function parameters properties description integer string object required array items return"
 SPOKEN = 30.0  # strength of the direction that makes a turn end
 
 
 def chat_tokenizer(turns: Sequence[str], template: str = "qwen3") -> Any:
-    """Return a tokenizer of characters, the words of a chat template, and a token for each of `turns`, with TRL's copy
-    of that template.
+    """Return a tokenizer with a chat template of TRL. Its tokens are characters, words of the template, and one token
+    for each of `turns`.
 
-    Encoding never produces the tokens of `turns`, only sampling does: a sampled text that is encoded again gives other
-    ids.
+    Only sampling produces the tokens of `turns`; encoding the same text gives other tokens. So tests notice if sampled
+    text is encoded again.
+
+    Args:
+        turns: texts of whole turns, each of which becomes one token.
+        template: name of the chat template, a key of `TEMPLATES`.
     """
     from importlib.resources import files
 
@@ -49,8 +54,12 @@ def chat_tokenizer(turns: Sequence[str], template: str = "qwen3") -> Any:
 
 
 def text_processor(tokenizer: Any, chat_template: str) -> Any:
-    """Return a text-only processor of the kind that TRL loads for a multimodal checkpoint: its template takes content
-    blocks."""
+    """Return a processor of text alone, like the one that TRL loads for a multimodal checkpoint.
+
+    Args:
+        tokenizer: the tokenizer that it wraps.
+        chat_template: its template, which takes messages whose content is a list of blocks.
+    """
     from transformers import ProcessorMixin
 
     class TextProcessor(ProcessorMixin):  # type: ignore[misc]
@@ -64,7 +73,15 @@ def text_processor(tokenizer: Any, chat_template: str) -> Any:
 
 
 def chatty_model(tokenizer: Any, turns: Sequence[str], architecture: str = "qwen3", **config: Any) -> Any:
-    """Return a tiny model that mostly samples a whole turn and then its end, differently for each prompt."""
+    """Return a tiny model that mostly samples the token of a whole turn and then the end of the turn; which turn
+    depends on the prompt.
+
+    Args:
+        tokenizer: what `chat_tokenizer` returned.
+        turns: the turns that it was given.
+        architecture: the model type of transformers.
+        config: further fields of the model's config.
+    """
     model = tiny_model(
         architecture,
         vocab_size=len(tokenizer),
@@ -76,8 +93,14 @@ def chatty_model(tokenizer: Any, turns: Sequence[str], architecture: str = "qwen
 
 
 def made_chatty(model: Any, tokenizer: Any, turns: Sequence[str]) -> Any:
-    """Change the weights of any model with such a tokenizer so that it mostly samples a whole turn and then its end;
-    return it."""
+    """Change a model's weights in place so that it mostly samples the token of a whole turn and then the end of the
+    turn; return it.
+
+    Args:
+        model: any causal language model with such a tokenizer.
+        tokenizer: what `chat_tokenizer` returned.
+        turns: the turns that it was given.
+    """
     import torch
 
     spoken = torch.tensor(tokenizer.convert_tokens_to_ids(list(turns)))

@@ -1,5 +1,5 @@
-"""A pytest plugin with fixtures for tests of plugins: `pytest_plugins = ["trlx_hybrid.testing.fixtures"]` in
-conftest.py.
+"""A pytest plugin with fixtures for the tests of plugins. To use it, write `pytest_plugins =
+["trlx_hybrid.testing.fixtures"]` in conftest.py.
 
 Everything is real and runs on a CPU; only the models are tiny.
 """
@@ -16,7 +16,7 @@ import pytest
 
 @pytest.fixture
 def tiny_model() -> Any:
-    """A Qwen3 of a few ten thousand random weights, a new one for each test."""
+    """A Qwen3 model with a few hundred thousand random weights, newly built for each test."""
     from .models import tiny_model
 
     return tiny_model()
@@ -42,11 +42,12 @@ def tiny_dataset() -> Any:
 def tiny_trainer(
     tiny_model: Any, tiny_tokenizer: Any, tiny_dataset: Any, tmp_path: Path
 ) -> Iterator[Callable[..., Any]]:
-    """Makes a GRPO trainer of `trlx_hybrid` that trains in seconds: `tiny_trainer(plugins=[...], max_steps=3)`.
+    """A function that makes a GRPO trainer of `trlx_hybrid` which trains in seconds: `tiny_trainer(plugins=[...],
+    max_steps=3)`.
 
-    Arguments of the trainer go to the trainer, all others to its GRPOConfig. Model, tokenizer, dataset and reward are
-    tiny by default. TRL generates unless `use_vllm=True` or `hybrid=HybridConfig(engine=...)` is passed. The engine is
-    closed after the test.
+    Keyword arguments that `GRPOTrainer` has go to the trainer; all others go to its `GRPOConfig`. Model, tokenizer,
+    dataset and reward function are tiny by default. The trainer samples as TRL does, with transformers, unless
+    `use_vllm=True` or `hybrid=HybridConfig(engine=...)` is passed. After the test the trainer's engine is closed.
     """
     made: list[Any] = []
 
@@ -75,16 +76,17 @@ def tiny_trainer(
 
 
 def _digits(completions: list[str], **_: Any) -> list[float]:
-    """A reward that differs between completions: the number of digits in each."""
+    """Return a reward for each completion that differs between completions: the number of digits in it."""
     return [float(sum(c.isdigit() for c in text)) for text in completions]
 
 
 @pytest.fixture
 def two_processes(tmp_path: Path) -> Callable[..., list[Any]]:
-    """Runs a script as the two ranks of a job: `two_processes(script, *arguments)`.
+    """A function that runs a script on the two ranks of a job, `two_processes(script, *arguments)`, and returns the two
+    results.
 
-    The script is called as `SCRIPT FOLDER ARGUMENTS`, with the variables that torchrun sets, and writes its results to
-    `FOLDER/rank<rank>.json`; these are returned. Both ranks must exit with code 0.
+    The script is called as `SCRIPT FOLDER ARGUMENTS`, with the environment variables that torchrun sets. Each rank has
+    to write its result as JSON to `FOLDER/rank<rank>.json` and to exit with code 0. `timeout` is in seconds.
     """
     from .processes import rank_reports
 
@@ -95,10 +97,10 @@ def two_processes(tmp_path: Path) -> Callable[..., list[Any]]:
 
 
 class FakeClock:
-    """A clock whose time passes only in calls of `sleep`.
+    """A clock for tests. Its time passes only when `sleep` is called, which returns at once.
 
     Attributes:
-        seconds: time since the clock was made.
+        seconds: time since the clock was made, in seconds.
     """
 
     def __init__(self) -> None:
@@ -115,7 +117,8 @@ class FakeClock:
 
 @pytest.fixture
 def fake_clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    """A FakeClock that replaces `time.monotonic`, `time.perf_counter`, `time.time` and `time.sleep` during the test."""
+    """A `FakeClock` that replaces `time.monotonic`, `time.perf_counter`, `time.time` and `time.sleep` during the
+    test."""
     clock = FakeClock()
     for name in ("monotonic", "perf_counter", "time"):
         monkeypatch.setattr(time, name, clock.now)

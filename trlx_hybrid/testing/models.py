@@ -1,5 +1,5 @@
-"""What a tiny run needs, built without any download: models of real architectures with random weights, a character
-tokenizer, prompts, and arguments of a trainer."""
+"""The parts of a tiny run, built without any download: models of real architectures with random weights, a tokenizer of
+characters, prompts, and arguments of a trainer."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_next": LINEAR | EXPERTS | {"shared_expert_intermediate_size": 64},
     "smollm3": {"no_rope_layers": [1, 0]},
 }
-"""Config fields that architectures need beside TINY, by transformers' model type."""
+"""Config fields that an architecture needs in addition to `TINY`, by transformers' model type."""
 
 
 TINY: dict[str, Any] = {
@@ -92,15 +92,14 @@ TINY: dict[str, Any] = {
     "bos_token_id": 2,
     "initializer_range": 0.1,
 }
-"""Config fields that all text models share; the ids are those of `character_tokenizer`."""
+"""Config fields that all the text models share. The special token ids are those of `character_tokenizer`."""
 
 
 def character_tokenizer(**special: str) -> Any:
-    """Return a tokenizer with one token per printable ASCII character, with pad, eos and bos; a
-    `PreTrainedTokenizerFast`.
+    """Return a `PreTrainedTokenizerFast` that has one token per printable ASCII character, and pad, eos and bos.
 
     Args:
-        special: further special tokens, by the names under which a processor reads them.
+        special: further special tokens, by the attribute under which a processor reads them, such as `image_token`.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -123,12 +122,15 @@ def character_tokenizer(**special: str) -> Any:
 def tiny_model(
     architecture: str = "qwen3", *, tied: bool = False, seed: int = 0, dtype: Any = None, **config: Any
 ) -> Any:
-    """Return a causal language model of a few ten thousand parameters, whose weights differ enough to tell them apart.
+    """Return a causal language model with random weights, a few hundred thousand. They are large enough for its
+    log-probs to differ clearly.
 
     Args:
-        architecture: a model type of transformers, with its fields of SHAPES, if it has any.
+        architecture: the model type of transformers, such as "qwen3".
         tied: whether input and output embeddings share their weight.
-        config: fields of the model's config to change.
+        seed: seed of the random weights.
+        dtype: dtype of the weights; float32 by default.
+        config: fields of the model's config that differ from `TINY` and `SHAPES`.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -142,12 +144,12 @@ def tiny_model(
 
 
 def tiny_grpo(folder: Path, **settings: Any) -> dict[str, Any]:
-    """Return arguments of a GRPOConfig: a few steps of a tiny model through vLLM on a CPU, the same on any number of
-    ranks.
+    """Return arguments for a `GRPOConfig`: three steps of a tiny model on a CPU, sampled by vLLM, with the same results
+    on any number of ranks.
 
     Args:
         folder: the output folder.
-        settings: further arguments, which override the defaults.
+        settings: arguments to add or to override.
     """
     return {
         "output_dir": str(folder),
@@ -167,7 +169,11 @@ def tiny_grpo(folder: Path, **settings: Any) -> dict[str, Any]:
 
 
 def sorting_prompts(count: int = 32) -> Any:
-    """Return a `datasets.Dataset` of different prompts that `character_tokenizer` can read."""
+    """Return a `datasets.Dataset` with a column `prompt`: different texts that `character_tokenizer` can encode.
+
+    Args:
+        count: the number of rows.
+    """
     from datasets import Dataset
 
     return Dataset.from_dict({"prompt": [f"sort {i * 7919 % 1000}=" for i in range(count)]})

@@ -1,6 +1,7 @@
-"""Real processes for tests that start with the training stack imported: forks of one process that has imported it.
+"""Processes for tests that start with the training stack already imported, because they are forked from one process
+that has imported it.
 
-A rank spends some ten seconds of CPU time on imports, and often less than one on the test itself.
+A rank of a test spends about ten seconds of CPU time on imports, and often less than one on the test itself.
 """
 
 from __future__ import annotations
@@ -39,10 +40,13 @@ _born: dict[str, str] = {}  # variables of the process with the imports
 
 
 class Script:
-    """A running `python SCRIPT ARGUMENTS`, forked from a process that has imported `STACK`.
+    """A running script, as if started by `python SCRIPT ARGUMENTS`, in a process that is forked from one that has
+    imported `STACK`.
 
     Args:
-        environment: environment variables; by default those of this process.
+        script: path of the script.
+        arguments: its command-line arguments, converted to strings.
+        environment: its environment variables; by default those of this process.
     """
 
     def __init__(self, script: Path | str, *arguments: object, environment: Mapping[str, str] | None = None) -> None:
@@ -60,13 +64,14 @@ class Script:
         self._process.start()
 
     def wait(self, timeout: float) -> CompletedProcess[str]:
-        """Wait for the process to end and return its result; the process is gone afterwards in any case.
+        """Wait until the script has ended, and return its exit code, stdout and stderr. A script that takes too long is
+        killed.
 
         Args:
-            timeout: seconds.
+            timeout: how long to wait, in seconds.
 
         Raises:
-            TimeoutError: it had not ended and was killed; the message has the end of its stderr.
+            TimeoutError: the script took too long; the message has the end of its stderr.
         """
         self._process.join(timeout)
         late = self._process.exitcode is None
@@ -78,7 +83,7 @@ class Script:
         return CompletedProcess(self._command, self._process.exitcode or 0, stdout, stderr)
 
     def kill(self) -> None:
-        """Kill the process, if it has not ended."""
+        """Kill the script's process, if it still runs."""
         self._process.kill()
         self._process.join()
 
@@ -86,7 +91,18 @@ class Script:
 def start_ranks(
     script: Path | str, *arguments: object, count: int, environment: Mapping[str, str] | None = None
 ) -> list[Script]:
-    """Start ranks 0 to `count` - 1 of a script, with the variables that torchrun would set for them."""
+    """Start a script once per rank, with the environment variables that torchrun would set (`RANK`, `WORLD_SIZE` and so
+    on).
+
+    Args:
+        script: path of the script.
+        arguments: its command-line arguments, the same for every rank.
+        count: the number of ranks.
+        environment: further environment variables; by default those of this process.
+
+    Returns:
+        The running scripts, rank 0 first.
+    """
     common = dict(os.environ if environment is None else environment)
     common |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = ({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)} for rank in range(count))
@@ -94,10 +110,15 @@ def start_ranks(
 
 
 def wait_all(scripts: list[Script], timeout: float) -> list[CompletedProcess[str]]:
-    """Wait for all scripts and return their results; where one is late, kill all.
+    """Wait until all scripts have ended, and return their results in the same order. If one takes too long, all are
+    killed.
+
+    Args:
+        scripts: the running scripts.
+        timeout: how long to wait for each, in seconds.
 
     Raises:
-        TimeoutError: as for `Script.wait`.
+        TimeoutError: a script took too long; the message has the end of its stderr.
     """
     ends, late = [], None
     for script in scripts:
@@ -118,8 +139,20 @@ def rank_reports(
     environment: Mapping[str, str] | None = None,
     timeout: float = 400.0,
 ) -> list[Any]:
-    """Run `SCRIPT FOLDER ARGUMENTS` on each rank and return what each wrote to `FOLDER/rank<rank>.json`. All must exit
-    with code 0."""
+    """Run a script on several ranks, and return what each rank has written to `FOLDER/rank<rank>.json`, rank 0 first.
+
+    Args:
+        script: path of the script, which is called as `SCRIPT FOLDER ARGUMENTS`.
+        folder: the folder for the results.
+        arguments: further command-line arguments.
+        count: the number of ranks.
+        environment: environment variables; by default those of this process.
+        timeout: how long to wait for each rank, in seconds.
+
+    Raises:
+        AssertionError: a rank's exit code is not 0; the message has the end of its stderr.
+        TimeoutError: a rank took too long.
+    """
     ends = wait_all(start_ranks(script, folder, *arguments, count=count, environment=environment), timeout)
     if any(end.returncode for end in ends):
         raise AssertionError("\n".join(f"exit code {end.returncode}\n{end.stderr[-3000:]}" for end in ends))
@@ -128,18 +161,25 @@ def rank_reports(
 
 @contextmanager
 def models_inspected_here() -> Iterator[None]:
-    """Let vLLM inspect model classes in this process inside the context. By default it inspects each class that is new
-    on this machine in a subprocess, whose imports take ten seconds of CPU time, because the inspection could start
-    CUDA; on a CPU it cannot."""
+    """A context in which vLLM inspects model classes in this process.
+
+    By default vLLM inspects each class that is new on this machine in a subprocess, because the inspection could
+    initialise CUDA. On a CPU it cannot, and the subprocess would spend ten seconds of CPU time on imports.
+    """
     with pytest.MonkeyPatch.context() as changed:
         changed.setattr("vllm.model_executor.models.registry._run_in_subprocess", lambda look: look())
         yield
 
 
 def free_port() -> int:
-    """Return a TCP port of this machine on which nothing listens now, outside of the range from which Linux assigns
-    ports: it may take seconds until a rank listens there, and other processes of the machine open ports all the
-    time."""
+    """Return a TCP port of this machine on which nothing listens.
+
+    The port lies outside the range from which Linux assigns ports to other programs, since it may take seconds until a
+    rank listens on it.
+
+    Raises:
+        OSError: none of 100 ports that were tried is free.
+    """
     for port in random.SystemRandom().sample(PORTS, 100):  # not the global generator, which tests may seed
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("", port))
@@ -148,7 +188,14 @@ def free_port() -> int:
 
 
 def _run(command: list[str], environment: dict[str, str], gone: set[str], outputs: list[Path]) -> None:
-    """Run `python SCRIPT ARGUMENTS` in the forked process, from the point after its imports."""
+    """Run a script in a freshly forked process, which has the imports of `STACK`.
+
+    Args:
+        command: path of the script and its arguments.
+        environment: environment variables to set.
+        gone: names of environment variables to remove.
+        outputs: files for stdout and stderr.
+    """
     for number, path in enumerate(outputs, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     for name in gone:

@@ -1,4 +1,4 @@
-"""Tiny vision-language models with random weights, and their processors."""
+"""A tiny vision-language model with random weights, and its processor."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from .models import character_tokenizer
 
 MARKS = {name: f"<|{name}|>" for name in ("vision_start", "vision_end", "image_pad", "video_pad")}
 PATCHES = {"qwen2_5_vl": 14, "qwen3_vl": 16}
-"""Pixels of a patch's side, by the model types served here; a picture has four by four patches, an image token covers
-two by two."""
+"""Side of an image patch in pixels, by model type. Images are resized to four by four patches; an image token covers
+two by two of them."""
 TEMPLATE = (
     "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
@@ -23,13 +23,16 @@ TEMPLATE = (
 def tiny_vision_model(
     architecture: str = "qwen2_5_vl", seed: int = 0, head_dim: int = 32, tokenizer: Any = None, tower_heads: int = 2
 ) -> tuple[Any, Any]:
-    """Return a model of a few ten thousand parameters, and its processor.
+    """Return a small vision-language model with random weights, and its processor.
 
     Args:
-        architecture: one of PATCHES.
-        head_dim: head dimension of vision tower and text model; vLLM's attention on GPUs needs 64 or more.
-        tokenizer: a tokenizer with a chat template; a character tokenizer by default.
-        tower_heads: attention heads of the vision tower; a multiple of the number of tensor-parallel ranks.
+        architecture: the model type, a key of `PATCHES`.
+        seed: seed of the random weights.
+        head_dim: dimension of an attention head, in the vision tower and in the text model. vLLM's attention on GPUs
+            needs 64 or more.
+        tokenizer: the tokenizer, with a chat template; by default one of characters.
+        tower_heads: the number of attention heads of the vision tower; a multiple of the number of tensor-parallel
+            ranks.
     """
     import torch
     import transformers

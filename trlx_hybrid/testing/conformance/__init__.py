@@ -1,7 +1,8 @@
-"""Conformance checks of components, for the tests of their authors: each builds a run of a tiny model around one
-component.
+"""Conformance checks for authors of components, to be called from their tests. Each builds a run of a tiny model around
+the component that it checks.
 
-A check returns where all is well, and raises `ConformanceError` otherwise, with what was found and how to fix it.
+A check returns None if all is well. Otherwise it raises `ConformanceError`, which says what was found and how to fix
+it.
 """
 
 from .advantages import check_advantages

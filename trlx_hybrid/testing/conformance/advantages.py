@@ -1,4 +1,4 @@
-"""A conformance check of plugins that compute advantages."""
+"""The conformance check of plugins that compute advantages."""
 
 from __future__ import annotations
 
@@ -21,14 +21,18 @@ GROUPS = 2
 
 
 def check_advantages(trainer: Any) -> None:
-    """Call the trainer's `trlx_advantages` with batches as training has them: rewards that differ, rewards that are all
-    equal, rows without any reward, and rows of another rank.
+    """Call the hook `trlx_advantages` of a trainer's plugins with batches as they occur in training, and check the
+    advantages.
+
+    The rewards differ, or are all equal; in some batches a row has no reward, or a part of the rows belongs to another
+    rank.
 
     Args:
-        trainer: a GRPO or RLOO trainer of `trlx_hybrid` with the plugin; it need not have trained.
+        trainer: a GRPO or RLOO trainer of `trlx_hybrid` with the plugin. It need not have trained.
 
     Raises:
-        ConformanceError: the advantages cannot be trained on, or are not those of this rank's rows.
+        ConformanceError: the advantages are unusable for training, or not those of this rank's rows, or the plugin
+            wrote into the batch.
     """
     plugin = trainer.session.advantages_plugin
     require(
@@ -64,7 +68,7 @@ def check_advantages(trainer: Any) -> None:
 
 @contextmanager
 def _second_of_two(ranks: Ranks) -> Iterator[None]:
-    """Let `ranks` say, inside the context, that this process is the second of two."""
+    """A context in which `ranks` says that this process is the second of two."""
     before = ranks.rank, ranks.world
     ranks.rank, ranks.world = 1, 2
     try:
@@ -74,11 +78,17 @@ def _second_of_two(ranks: Ranks) -> Iterator[None]:
 
 
 def _given(trainer: Any, rewards: Tensor, what: str, rows: int | None = None) -> Tensor | None:
-    """Return the advantages that the plugin computes for rewards of shape (world * B, functions); None where it keeps
-    TRL's.
+    """Call the hook with some rewards, and return its advantages, of shape (B,); None if the plugin left TRL's
+    advantages as they are.
 
     Args:
-        rows: B; by default that of two groups.
+        trainer: the checked trainer.
+        rewards: rewards of shape (ranks * B, functions), those of this rank last.
+        what: what is special about the rewards, for messages.
+        rows: B, the number of this rank's rows; by default those of two groups.
+
+    Raises:
+        ConformanceError: the advantages are unusable, or the plugin wrote into the batch.
     """
     rows, tokens = rows or GROUPS * trainer.num_generations, 4
     stock = rewards[-rows:].nan_to_num().sum(dim=1)

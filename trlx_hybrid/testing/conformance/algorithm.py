@@ -1,4 +1,5 @@
-"""A conformance check of algorithms."""
+"""The conformance check of algorithms, the components that choose prompts and groups, change rewards and advantages,
+and add terms to the loss."""
 
 from __future__ import annotations
 
@@ -20,18 +21,20 @@ GROUPS, SIZE, FUNCTIONS, TOKENS = 4, 4, 2, 6
 
 
 def check_algorithm(trainer: Any, *, per_token: bool = False) -> None:
-    """Ask the trainer's algorithms all questions of training: with rewards that differ, rewards that are all equal,
-    rows and groups without any reward, prompts to draw, and terms of the loss, with and without a `tool_mask`. Then ask
-    them again in the same order, as another rank would.
+    """Call all methods of a trainer's algorithms as training does, and check what they return.
+
+    The calls include rewards that differ, rewards that are all equal, rows and groups without any reward, prompts to
+    draw, and micro-batches for the loss, with and without a `tool_mask`. They are then repeated with a second instance,
+    because every rank has to get the same results, and with one that was restored from a checkpoint.
 
     Args:
-        trainer: a GRPO trainer of `trlx_hybrid` with `HybridConfig.algorithm`; it need not have trained.
-        per_token: also ask for terms of the loss with advantages of shape (B, C), one for each token. TRL's own are
-            (B,), and its loss takes both: subclasses of its trainers may have the other.
+        trainer: a GRPO trainer of `trlx_hybrid` with `HybridConfig.algorithm`. It need not have trained.
+        per_token: whether to compute the terms of the loss also with advantages of shape (B, C), one for each token.
+            TRL's own have the shape (B,); its loss takes both, and subclasses of its trainers may have the other.
 
     Raises:
-        ConformanceError: an answer cannot be used, depends on something else than the question, or is not restored from
-            a checkpoint.
+        ConformanceError: a result is unusable, depends on something else than the calls, or is another one after a
+            checkpoint.
     """
     session = trainer.session
     chosen = session.selection.algorithms
@@ -60,7 +63,13 @@ def check_algorithm(trainer: Any, *, per_token: bool = False) -> None:
 
 
 def _answers(algorithms: Algorithms, names: str, per_token: bool) -> list[Any]:
-    """Return the algorithms' answers to all questions about two batches, as plain data."""
+    """Call all methods of the algorithms for two batches, and return the results as plain data that can be compared.
+
+    Args:
+        algorithms: a run's algorithms, called as one.
+        names: their names, for messages.
+        per_token: as for `check_algorithm`.
+    """
     found: list[Any] = []
     for rewards in (torch.linspace(0.0, 1.0, GROUPS * SIZE * FUNCTIONS).view(GROUPS, SIZE, FUNCTIONS), _torn()):
         drawn = _guarded(lambda: algorithms.draw(GROUPS, ROWS), names, "draw")
@@ -93,8 +102,8 @@ def _answers(algorithms: Algorithms, names: str, per_token: bool) -> list[Any]:
 
 
 def _micro_batches() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return two micro-batches as TRL has them for its loss, in which one row has no trained token: one whose
-    completions the model has written alone, and one whose completions hold a tool's answer."""
+    """Return two micro-batches in the form that TRL passes to its loss: one of completions that the model alone has
+    written, and one whose completions hold a tool's answer. In both, one row has no trained token."""
     mask = torch.ones(SIZE, TOKENS, dtype=torch.long)
     mask[0] = 0
     batch = {
@@ -108,7 +117,16 @@ def _micro_batches() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def _loss(algorithms: Algorithms, names: str, batch: dict[str, Tensor]) -> float | None:
-    """Return the sum of the algorithms' loss terms for a micro-batch; None without terms."""
+    """Return the sum of the algorithms' loss terms for a micro-batch; None if there are no terms.
+
+    Args:
+        algorithms: a run's algorithms, called as one.
+        names: their names, for messages.
+        batch: the micro-batch.
+
+    Raises:
+        ConformanceError: the sum is not finite, has no gradient, or has one at tokens that are not trained.
+    """
     log_probs = torch.linspace(-3.0, -0.1, SIZE * TOKENS).view(SIZE, TOKENS).requires_grad_()
     entropies = torch.linspace(0.1, 2.0, SIZE * TOKENS).view(SIZE, TOKENS).requires_grad_()
     scores = Scores(log_probs, entropies, None)
@@ -130,8 +148,11 @@ def _loss(algorithms: Algorithms, names: str, batch: dict[str, Tensor]) -> float
 
 
 def _torn() -> Tensor:
-    """Return rewards of four groups: one with equal rewards, one with a row without any reward, one without any reward,
-    and one without rewards of one function."""
+    """Return rewards of shape (groups, completions, functions) of which some are NaN, that is, missing.
+
+    In the first group all rewards are equal, in the second one completion has none, in the third all are missing, and
+    in the fourth those of one function are.
+    """
     rewards = torch.rand(GROUPS, SIZE, FUNCTIONS, generator=torch.Generator().manual_seed(0))
     rewards[0] = 1.0
     rewards[1, 0], rewards[2] = float("nan"), float("nan")

@@ -1,4 +1,4 @@
-"""A conformance check of engines."""
+"""The conformance check of engines."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ def check_engine(
     model: Any = None,
     tokenizer: Any = None,
 ) -> None:
-    """Load, compare, sample, sleep, wake and stream with an engine as a trainer does.
+    """Use an engine as a trainer does (load and compare weights, sample, sleep, wake, stream), and check every result.
 
     Args:
-        name: as in `HybridConfig.engine`; options: as in `engine_options`. The context must hold 64 tokens.
-        plugins: objects with hook implementations that offer the engine, where it is not installed.
-        model, tokenizer: the model that the engine is to serve, with its tokenizer; a tiny Qwen3 by default.
+        name: name of the engine, as in `HybridConfig.engine`. Its context must hold 64 tokens.
+        options: its options, as in `HybridConfig.engine_options`.
+        plugins: objects with hook implementations that offer the engine, if it is not installed.
+        model, tokenizer: the model to serve, and its tokenizer; by default a tiny Qwen3 and a tokenizer of characters.
 
     Raises:
-        ConformanceError: the engine does something else than `trlx_hybrid.protocols.Engine` says.
+        ConformanceError: the engine does something else than the protocol `trlx_hybrid.protocols.Engine` says.
     """
     config: dict[str, Any] = {"engine": name, "engine_options": dict(options or {}), "weights": "gather"}
     with run_with(plugins=plugins, model=model, tokenizer=tokenizer, **config) as run:
@@ -54,7 +55,13 @@ def check_engine(
 
 
 class EngineChecks:
-    """The steps of `check_engine`, in their order: each leaves the engine awake with the policy's weights."""
+    """The steps of `check_engine`, one per method, to be called in the order of their definition. Each leaves the
+    engine awake, with the policy's weights.
+
+    Args:
+        name: the engine's name, for messages.
+        session: a run with the engine.
+    """
 
     def __init__(self, name: str, session: Session) -> None:
         self._name, self._engine, self._policy = f"engine {name!r}", session.live_engine, session.policy
@@ -65,7 +72,8 @@ class EngineChecks:
         self._exact = self._engine.dtype is torch.float32 and not self._engine.quantized
 
     def loads(self) -> None:
-        """Check that all weights arrive in the engine, and that `differing` detects one that differs."""
+        """Check that `load_weights` brings all weights into the engine, and that `differing` names a weight that
+        differs."""
         self._engine.wake("weights")
         self._load()
         name, tensor = next(iter(self._policy.full_weights()))
@@ -94,8 +102,8 @@ class EngineChecks:
         )
 
     def samples(self) -> None:
-        """Check that sampling returns one completion per request, in order, of the right length, with the policy's
-        log-probs."""
+        """Check that sampling returns one completion per request, in the same order, with a right length and finish
+        reason, and with the log-probs of the policy."""
         given = requests()
         plain = Sampling(max_tokens=TOKENS, logprobs=0)
         for temperature in (1.0, 0.6):
@@ -124,8 +132,13 @@ class EngineChecks:
         self._ranks(given[0], self._generate(given[:1], replace(plain, logprobs=2))[0])
 
     def _ranks(self, request: Request, completion: Completion) -> None:
-        """Check that a completion lists the two most probable tokens of each position and the sampled one, each with
-        its log-prob."""
+        """Check that each position of a completion lists the two most probable tokens and the sampled one, most
+        probable first, with their log-probs.
+
+        Args:
+            request: the request.
+            completion: its completion, sampled with `Sampling(logprobs=2)`.
+        """
         tokens = completion.token_ids
         values, ids = completion.logprobs or [], completion.logprob_token_ids or []
         right = len(values) == len(ids) == len(tokens)
@@ -143,7 +156,8 @@ class EngineChecks:
         )
 
     def draws_by_seed(self) -> None:
-        """Check that a request's seed alone determines its sampling, not its position in a batch or its neighbours."""
+        """Check that what is sampled for a request depends on its seed, and not on its place in the batch or on the
+        other requests. Checked in float32 only."""
         if not self._exact:
             return
         given, sampling = requests(), Sampling(max_tokens=TOKENS, logprobs=0)
@@ -162,8 +176,11 @@ class EngineChecks:
         )
 
     def follows_the_weights(self) -> None:
-        """Check that the engine samples from the weights that it was given last: from changed ones once it has them,
-        also for a prompt that it has seen."""
+        """Check that the engine samples from the weights that were loaded last, also for a prompt that it has served
+        before.
+
+        A change of the policy's weights must have no effect until the new ones are loaded.
+        """
         given, sampling = requests(), Sampling(max_tokens=TOKENS, logprobs=0)
         self._generate(given, sampling)
         before = as_it_is(self._policy)
@@ -183,8 +200,8 @@ class EngineChecks:
         self._fit(given, self._generate(given, sampling), before=before)
 
     def sleeps(self) -> None:
-        """Check that a sleeping engine reports whether it has lost its weights, and that after waking it samples as
-        before."""
+        """Check that a sleeping engine frees memory, that `weights_lost` says whether its weights are gone, and that it
+        samples the same after waking."""
         if not self._engine.sleeps:
             return
         given, sampling = requests(), Sampling(max_tokens=TOKENS, logprobs=0)
@@ -233,12 +250,13 @@ class EngineChecks:
             )
 
     def _held(self) -> int:
-        """Return the bytes of the tensors that `resident` returns."""
+        """Return how many bytes the engine holds in its weights and KV cache."""
         named = [tensor for what in ("weights", "kv_cache") for tensor in self._engine.resident(what)]
         return sum(storage.nbytes() for storage in storages(named))
 
     def streams(self) -> None:
-        """Check that requests that arrive one after the other are answered like the same requests in one batch."""
+        """Check that requests added to a stream one after the other get the same completions as in one batch, and that
+        an aborted one gets none."""
         if not self._streams:
             return
         given, sampling = requests(), Sampling(max_tokens=TOKENS, logprobs=0)

@@ -1,4 +1,4 @@
-"""A conformance check of environments, independent of the rollout that plays them."""
+"""The conformance check of environments. It plays them itself, without an engine or a rollout."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ TURNS = 100
 def check_environment(
     factory: Callable[[], Any], rows: Sequence[Mapping[str, Any]], answers: Sequence[str], turns: int = TURNS
 ) -> None:
-    """Play each row twice, and all rows at the same time, with the same answers, and compare the episodes.
+    """Play an episode for each row twice, and then the episodes of all rows at the same time, and check that all go the
+    same way.
 
     Args:
         factory: makes an environment, an object with `reset(row)` and `step(completion)`; usually its class.
         rows: two or more rows of a dataset, with the columns that `reset` reads.
-        answers: what a model may answer, turn by turn; after the last answer, the first one follows.
-        turns: the number of turns after which every episode must be over.
+        answers: texts that stand for the model's answers, one per turn; after the last, the first one follows again.
+        turns: the number of turns within which every episode must end.
 
     Raises:
-        ConformanceError: the environment does something else than `trlx_hybrid_multiturn.Environment` says.
+        ConformanceError: the environment does something else than the protocol `trlx_hybrid_multiturn.Environment`
+            says.
     """
     name = f"environment {getattr(factory, '__name__', type(factory).__name__)!r}"
     require(bool(rows) and bool(answers), f"{name} was given no rows or no answers.", "Give two rows or more.")
@@ -65,8 +67,20 @@ def _play(
     answers: Sequence[str],
     turns: int,
 ) -> list[list[Any]]:
-    """Return what each environment showed: its first observation, then observation, done and reward of each step. All
-    environments take a turn before any takes the next."""
+    """Play an episode in each environment, turn by turn: all environments take a turn before any takes the next one.
+
+    Args:
+        loop: runs the environments' coroutines.
+        name: what is checked, for messages.
+        environments: new environments, one for each of `rows`.
+        rows, answers, turns: as for `check_environment`.
+
+    Returns:
+        For each environment its first observation, and then (observation, done, reward) of each step.
+
+    Raises:
+        ConformanceError: a result is unusable, or an episode did not end.
+    """
     shown: list[list[Any]] = [
         [_called(loop, env.reset, dict(row))] for env, row in zip(environments, rows, strict=True)
     ]

@@ -1,5 +1,4 @@
-"""Helpers of the conformance checks: errors that say what was found, and a check that log-probs belong to the sampled
-tokens."""
+"""The error that all conformance checks raise, and their common checks of completions and log-probs."""
 
 from __future__ import annotations
 
@@ -15,28 +14,34 @@ if TYPE_CHECKING:
 
 
 class ConformanceError(AssertionError):
-    """A component does something else than its protocol says."""
+    """Raised by a conformance check where a component does something else than its protocol says."""
 
 
 def require(fulfilled: bool, found: str, mend: str) -> None:
-    """Raise ConformanceError unless a requirement is fulfilled.
+    """Raise ConformanceError if a requirement is not met.
 
     Args:
-        found: what was found where the requirement is not fulfilled.
-        mend: what to do about it.
+        fulfilled: whether the requirement is met.
+        found: text that says what was found instead.
+        mend: text that says how to fix it.
 
     Raises:
-        ConformanceError: the requirement is not fulfilled; the message has both texts.
+        ConformanceError: the requirement is not met; the message consists of both texts.
     """
     if not fulfilled:
         raise ConformanceError(f"{found} {mend}")
 
 
 def require_completions(found: object, requests: Sequence[Request], of: str) -> list[Completion]:
-    """Return what was sampled; raise ConformanceError unless it is one completion per request.
+    """Check that `found` is a list with one completion per request, and return it.
 
     Args:
-        of: what returned it, for the message.
+        found: what an engine or a rollout has returned.
+        requests: the requests.
+        of: name of that component, for messages.
+
+    Raises:
+        ConformanceError: `found` is something else.
     """
     require(
         isinstance(found, list) and all(isinstance(one, Completion) for one in found),
@@ -62,13 +67,23 @@ def require_log_probs(
     temperature: float = 1.0,
     before: Policy | None = None,
 ) -> None:
-    """Compare the log-probs of sampled tokens with the policy's; raise ConformanceError where they differ.
+    """Check that the completions' log-probs are those of the policy for the sampled tokens.
+
+    If not, the error names the likely mistake: log-probs of another position, of another request, of older weights, or
+    at another temperature.
 
     Args:
-        allowed: nats that rounding explains.
-        of: what sampled the tokens, for the message.
-        before: the policy as it was before its weights changed; an engine with stale weights would still sample from
-            it.
+        policy: the policy that the component should have sampled from.
+        requests: the requests.
+        completions: their completions, sampled with `Sampling(logprobs=0)`.
+        allowed: the difference that rounding may cause, in nats.
+        of: what sampled the tokens, for messages.
+        temperature: the temperature of the sampling.
+        before: a copy of the policy before its weights last changed, to recognise an engine that still samples from old
+            weights.
+
+    Raises:
+        ConformanceError: a completion is empty, or log-probs are missing or differ.
     """
     for index, (request, completion) in enumerate(zip(requests, completions, strict=True)):
         ids = completion.token_ids

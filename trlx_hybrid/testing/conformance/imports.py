@@ -1,4 +1,4 @@
-"""A conformance check of what a plugin imports when it is loaded."""
+"""The conformance check of what a plugin imports when it is loaded."""
 
 from __future__ import annotations
 
@@ -18,11 +18,16 @@ print("\\nfound:", *[name for name in {heavy} if name in sys.modules and name no
 
 
 def check_imports(module: str) -> None:
-    """Import a plugin's module in a fresh Python process, as every process of every run does, and check that this
-    imports no training stack.
+    """Check that a plugin's module imports none of the large libraries, such as torch, because every process imports
+    every plugin.
+
+    The module is imported in a new Python process.
+
+    Args:
+        module: the module's full name.
 
     Raises:
-        ConformanceError: the module imports a training stack, or cannot be imported.
+        ConformanceError: the module imports a large library, or cannot be imported.
     """
     code = CODE.format(module=module, heavy=HEAVY)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""A conformance check of rollouts."""
+"""The conformance check of rollouts."""
 
 from __future__ import annotations
 
@@ -35,16 +35,18 @@ def check_rollout(
     model: Any = None,
     tokenizer: Any = None,
 ) -> None:
-    """Sample two batches, and conversations with a tool where the rollout runs them, and check every token.
+    """Let a rollout sample two batches, and conversations with a tool if it supports them, and check every token.
 
     Args:
-        name: as in `HybridConfig.rollout`; options: as in `rollout_options`.
-        engine, engine_options: the engine that samples. Its context must hold 128 tokens.
-        plugins: objects with hook implementations that offer the rollout, where it is not installed.
-        model, tokenizer: the model that is sampled from; a tiny Qwen3 by default.
+        name: name of the rollout, as in `HybridConfig.rollout`.
+        options: its options, as in `HybridConfig.rollout_options`.
+        engine, engine_options: the engine that samples, and its options. Its context must hold 128 tokens.
+        plugins: objects with hook implementations that offer the rollout, if it is not installed.
+        model, tokenizer: the model to sample from, and its tokenizer; by default a tiny Qwen3 and a tokenizer of
+            characters.
 
     Raises:
-        ConformanceError: the rollout does something else than `trlx_hybrid.protocols.Rollout` says.
+        ConformanceError: the rollout does something else than the protocol `trlx_hybrid.protocols.Rollout` says.
     """
     config: dict[str, Any] = {"engine": engine, "engine_options": dict(engine_options or {})}
     config |= {"rollout": name, "rollout_options": dict(options or {}) or None}
@@ -55,8 +57,13 @@ def check_rollout(
 
 
 def _batches(name: str, session: Session) -> None:
-    """Check that the rollout returns one completion per prompt, in order, and samples other completions for the next
-    batch."""
+    """Check that the rollout returns one completion per prompt, in the same order, and other completions when it
+    samples the same prompts again.
+
+    Args:
+        name: the rollout's name, for messages.
+        session: a run with the rollout.
+    """
     given = [Request(prompt_ids=prompt, seed=0) for prompt in PROMPTS]
     seen = []
     for _ in range(2):
@@ -73,7 +80,8 @@ def _batches(name: str, session: Session) -> None:
 
 
 def _generated(session: Session) -> list[Completion]:
-    """Return the completions as a run gets them from the rollout."""
+    """Return the completions of `PROMPTS`, sampled by the rollout as in a run. An error of the rollout becomes a
+    ConformanceError."""
     try:
         return session.generate(list(PROMPTS))
     except ComponentError as error:
@@ -81,7 +89,12 @@ def _generated(session: Session) -> list[Completion]:
 
 
 def _conversations(name: str, session: Session) -> None:
-    """Check that every dialogue runs to its end, and that sampled and observed tokens are told apart."""
+    """Check that every conversation runs to its end, and that its loss mask is 1 for sampled and 0 for observed tokens.
+
+    Args:
+        name: the rollout's name, for messages.
+        session: a run with the rollout.
+    """
     limits = Limits(completion_tokens=64, model_tokens=128, tool_turns=TURNS - 1)
     dialogues = [_dialogue(prompt) for prompt in PROMPTS]
     with session.rollout_phase(True), _told(name, session, "on_conversation", len(dialogues)):
@@ -106,7 +119,20 @@ def _conversations(name: str, session: Session) -> None:
 
 @contextmanager
 def _told(name: str, session: Session, hook: str, count: int) -> Iterator[None]:
-    """Check that a rollout that `tells` calls the session's hook once for every row inside the context."""
+    """A context, around a rollout's work, that checks whether the rollout reports every row as soon as it is finished,
+    by calling a function of the session.
+
+    Nothing is checked for a rollout without `tells`, or with an engine that finishes all rows at once.
+
+    Args:
+        name: the rollout's name, for messages.
+        session: a run with the rollout.
+        hook: name of the session's function, "on_completion" or "on_conversation".
+        count: the number of rows that must be reported, each once.
+
+    Raises:
+        ConformanceError: the reported rows are not those.
+    """
     engine, rollout, rows = session.selection.engine, session.rollout, list[int]()
     if engine is None or rollout is None or not (rollout.tells and engine.component.streams):
         yield
@@ -157,7 +183,11 @@ def _masked(of: str, session: Session, dialogue: Dialogue, conversation: Convers
 
 
 def _dialogue(prompt: list[int]) -> Dialogue:
-    """Return a dialogue whose model calls its tool in every turn except the last one allowed."""
+    """Return a conversation to be played, in which every answer of the model counts as a call of its only tool.
+
+    Args:
+        prompt: the prompt's token ids.
+    """
 
     def parse(sampled: list[int], before: list[int]) -> Message:
         call = {"type": "function", "function": {"name": "look", "arguments": {}}}

@@ -1,4 +1,4 @@
-"""Runs for the conformance checks: a tiny model in an otherwise real run."""
+"""Runs for the conformance checks: a tiny model, everything else as in a real run."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ if TYPE_CHECKING:
     from ...hybrid_engine import HybridEngine
 
 TOKENS = 8
-"""The length of a completion, in tokens."""
+"""The maximal length of a completion, in tokens."""
 
 PROMPTS = [[5, 6, 7, 40], list(range(10, 58)), list(range(10, 58)), [90], list(range(60, 77)), list(range(30, 10, -1))]
-"""Prompts of several lengths, one of them a single token; two are equal and longer than the blocks by which engines
-cache prefixes."""
+"""Prompts as token ids. They differ in length, from a single token to more than one block of an engine's prefix cache;
+two are equal."""
 
 
 @contextmanager
 def run_with(
     *, plugins: Sequence[object], model: Any, tokenizer: Any, max_tokens: int = TOKENS, **config: Any
 ) -> Iterator[HybridEngine]:
-    """Build a run in a loop without a trainer, and close it on exit.
+    """A context with a new run in a loop without a trainer; the run is closed at the end.
 
     Args:
-        model, tokenizer: by default a tiny Qwen3 and a character tokenizer.
+        plugins: objects with hook implementations that offer components.
+        model, tokenizer: the policy and its tokenizer; if None, a tiny Qwen3 and a tokenizer of characters.
+        max_tokens: the maximal length of a completion, in tokens.
         config: fields of `HybridConfig`.
     """
     from ...config import HybridConfig
@@ -53,7 +55,11 @@ def run_with(
 
 
 def requests(first_seed: int = 0) -> list[Request]:
-    """Return one request for each of PROMPTS; the last is limited to three tokens."""
+    """Return one request for each of `PROMPTS`. The last one may have only three tokens.
+
+    Args:
+        first_seed: seed of the first request; each further request has the next number.
+    """
     count = len(PROMPTS)
     return [
         Request(prompt_ids=prompt, seed=first_seed + i, row=i, max_tokens=3 if i == count - 1 else None)
@@ -62,7 +68,12 @@ def requests(first_seed: int = 0) -> list[Request]:
 
 
 def change(policy: Policy, seed: int) -> None:
-    """Change every trained weight by more than rounding could hide."""
+    """Change every weight that is trained, in place, by so much that the log-probs differ beyond rounding.
+
+    Args:
+        policy: the policy.
+        seed: seed of the random changes.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -74,7 +85,7 @@ def change(policy: Policy, seed: int) -> None:
 
 
 def as_it_is(policy: Policy) -> Policy:
-    """Return a copy of the policy that later changes do not affect."""
+    """Return a copy of the policy with copied weights, which later changes of the policy do not affect."""
     model = copy.deepcopy(policy.module)
     for module in model.modules():
         vars(module).pop("forward", None)  # see `with_a_trainers_forward`
@@ -82,8 +93,8 @@ def as_it_is(policy: Policy) -> Policy:
 
 
 def with_a_trainers_forward(model: nn.Module) -> None:
-    """Set a `forward` on the model instance that computes with that instance, as TRL and accelerate do: copies inherit
-    it."""
+    """Put a `forward` on the model object itself, as TRL and accelerate do. It always computes with this model's
+    weights, even in a copy that inherits it."""
     forward = model.forward
 
     def own(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

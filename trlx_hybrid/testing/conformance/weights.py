@@ -1,4 +1,4 @@
-"""A conformance check of weight syncs."""
+"""The conformance check of weight syncs."""
 
 from __future__ import annotations
 
@@ -29,17 +29,19 @@ def check_weights(
     model: Any = None,
     tokenizer: Any = None,
 ) -> None:
-    """Change a model's weights in the ways that training does, and check what the engine samples from afterwards.
+    """Change a model's weights in all the ways of training, sync, and check that the engine samples from the changed
+    weights.
 
     Args:
-        name: as in `HybridConfig.weights`; options: as in `weights_options`.
-        engine, engine_options: the engine that gets the weights. Its context must hold 64 tokens.
-        plugins: objects with hook implementations that offer the weight sync, where it is not installed.
-        model, tokenizer: the model that is trained; a tiny Qwen3 by default. Pass a PEFT model for a weight sync that
-            serves adapters.
+        name: name of the weight sync, as in `HybridConfig.weights`.
+        options: its options, as in `HybridConfig.weights_options`.
+        engine, engine_options: the engine that gets the weights, and its options. Its context must hold 64 tokens.
+        plugins: objects with hook implementations that offer the weight sync, if it is not installed.
+        model, tokenizer: the model whose weights are synced, and its tokenizer; by default a tiny Qwen3 and a tokenizer
+            of characters. Pass a PEFT model for a weight sync that serves adapters.
 
     Raises:
-        ConformanceError: the weight sync does something else than `trlx_hybrid.protocols.WeightSync` says.
+        ConformanceError: the weight sync does something else than the protocol `trlx_hybrid.protocols.WeightSync` says.
     """
     config: dict[str, Any] = {"engine": engine, "engine_options": dict(engine_options or {}), "verify_every": 1}
     config |= {"weights": name, "weights_options": dict(options or {}) or None}
@@ -48,8 +50,14 @@ def check_weights(
 
 
 class _Rounds:
-    """The rollouts of `check_weights`: before each, the weights are changed in another way (trained, changed by hand,
-    partly frozen, or not at all), and afterwards it is checked that the engine samples from them."""
+    """The rollouts of `check_weights`. Before each, the weights are changed in another way: all are trained, none is,
+    they are changed by hand, or all but one are frozen. After each, it is checked that the engine samples from the
+    changed weights.
+
+    Args:
+        name: the weight sync's name, for messages.
+        run: a run with the weight sync.
+    """
 
     def __init__(self, name: str, run: HybridEngine) -> None:
         self._name, self._run, self._session = f"weights {name!r}", run, run.session
@@ -72,8 +80,8 @@ class _Rounds:
         self._session.weights_changed()
 
     def _then_frozen(self) -> None:
-        """Train all weights, then freeze all but one, as gradual freezing does: the last change of the frozen weights
-        must still be synced."""
+        """Train all weights and then freeze all but one, as gradual freezing does. The next sync must still bring the
+        last change of the frozen ones."""
         self._train(lambda: change(self._session.policy, seed=3))
         for parameter in [p for p in self._session.policy.module.parameters() if p.requires_grad][:-1]:
             parameter.requires_grad_(False)
@@ -102,8 +110,13 @@ class _Rounds:
         )
 
     def _bits(self, session: Session, after: str) -> None:
-        """Compare the engine's memory with the policy's weights, where the weight sync has no check of its own
-        (adapters, rounded copies)."""
+        """Check that the engine's weights equal the policy's bit for bit, unless the weight sync has a check of its own
+        (such as one for adapters).
+
+        Args:
+            session: the run.
+            after: what has changed the weights, for messages.
+        """
         assert session.weights is not None
         if type(session.weights).check is not WeightSync.check:
             return

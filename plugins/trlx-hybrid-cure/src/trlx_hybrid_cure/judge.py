@@ -82,7 +82,8 @@ class Nursery:
         return running
 
     def end(self, running: Running) -> int:
-        """Kill a process if it still runs, close the connection to it, and return its wait status (see `os.waitpid`)."""
+        """Kill a process if it still runs, close the connection to it, and return its wait status (see
+        `os.waitpid`)."""
         os.close(running.channel.descriptor)
         self._ours.sendall(END + running.process.to_bytes(4, "little"))
         return self._answer()

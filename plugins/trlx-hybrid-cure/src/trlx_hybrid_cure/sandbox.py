@@ -142,7 +142,8 @@ class Sandbox:
 
 
 def shared_cores() -> int:
-    """Return how many cores this rank may use: those of this process, divided by the ranks on this machine; at least 1."""
+    """Return how many cores this rank may use: those of this process, divided by the ranks on this machine; at least
+    1."""
     return max(len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
 
 

@@ -31,7 +31,7 @@ ACTIVITIES = {
     "train": "loss, optimizer, and what the trainer does besides",
     "idle": "after training",
 }
-"""What a rank can be doing, by name, with an explanation. An activity lasts until the rank records the next one."""
+"""The activities of a rank: name and explanation. An activity lasts until the rank records the next one."""
 SETTINGS = (
     *("learning_rate", "num_generations", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("max_completion_length", "temperature", "beta", "loss_type"),

@@ -79,7 +79,8 @@ def _file_of(session: Run, path: str) -> OptionalLines:
 
 @hookimpl
 def trlx_leave_phase(session: Run, phase: Phase) -> None:
-    """Record what the rank does after the phase: "wake" the engine after training, put it to "sleep" after a rollout."""
+    """Record what the rank does after the phase: "wake" the engine after training, put it to "sleep" after a
+    rollout."""
     if session in _logs:
         _logs[session].now("wake" if phase.value == "train" else "sleep", session)
 

@@ -66,7 +66,8 @@ class Section:
 
     @property
     def mean(self) -> str:
-        """The mean log-prob of a sampled section as a text; "" for other sections, and where a token has no log-prob."""
+        """The mean log-prob of a sampled section as a text; "" for other sections, and where a token has no
+        log-prob."""
         values = [value for span in self.spans for value in span.logprobs if value is not None]
         if self.kind != "sampled" or len(values) < self.tokens:
             return ""
@@ -79,7 +80,8 @@ class Section:
 
 
 def sections(recorded: Recorded) -> list[Section]:
-    """Cut a trajectory's tokens into sections, in order: first the prompt, then sampled and observed sections in turn."""
+    """Cut a trajectory's tokens into sections, in order: first the prompt, then sampled and observed sections in
+    turn."""
     found = _cut(recorded, "prompt", 0, recorded.prompt_ids, recorded.prompt_texts, None)
     start, turn, mask = 0, 0, recorded.loss_mask
     for end in range(1, len(mask) + 1):

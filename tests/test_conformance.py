@@ -3,7 +3,9 @@
 import asyncio
 import dataclasses
 import random
+import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from trlx_hybrid import hookimpl
 from trlx_hybrid.protocols import Algorithm, Rollout, Scores, Scoring
+from trlx_hybrid.testing.chat import chat_tokenizer
 from trlx_hybrid.testing.conformance import (
     ConformanceError,
     check_advantages,
@@ -20,11 +23,13 @@ from trlx_hybrid.testing.conformance import (
     check_imports,
     check_rollout,
     check_scoring,
+    check_template,
     check_weights,
 )
 from trlx_hybrid.types import LoadReport
 from trlx_hybrid.weights.gather import GatherSync
 
+ROOT = Path(__file__).parents[1]
 OPTIONS = {"max_model_len": 128, "max_num_seqs": 16, "enable_sleep_mode": True}
 
 
@@ -591,6 +596,63 @@ def test_a_scorings_mistake_is_named(tiny_trainer, monkeypatch):
                 check_scoring(trainer)
     with pytest.raises(ConformanceError, match="has no scoring of a plugin"):
         check_scoring(tiny_trainer())
+
+
+TURN = "{{- '<|im_start|>' + message.role + '\\n' + %s + '<|im_end|>\\n' -}}"
+SPEAK = "{%%- if add_generation_prompt -%%}<|im_start|>assistant\n{%%- endif -%%}"
+LOOP = "{%%- for message in messages -%%}%s{%%- endfor -%%}" + SPEAK
+CONTENT = "message.content | string"
+CALL = "(message.tool_calls | map(attribute='function') | first | tojson if message.tool_calls else message.content)"
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "message"),
+    [
+        (LOOP % (TURN % CONTENT), False, None),
+        (LOOP % (TURN % "messages | length | string + message.content"), False, "changes what stands before it"),
+        (
+            LOOP % ("{%- if loop.index < 3 -%}" + TURN % CONTENT + "{%- endif -%}"),
+            False,
+            "'first' after the model's is not",
+        ),
+        (
+            LOOP % (TURN % CONTENT + "{{ raise_exception('no') if loop.index > 2 }}"),
+            False,
+            "user, assistant, user cannot",
+        ),
+        (LOOP % (TURN % "message.role"), False, "'first' after the model's is not shown in full"),
+        (LOOP % (TURN % CONTENT), True, "does not show a tool call with its name"),
+        (LOOP % (TURN % CALL), True, "has no `response_template`"),
+        ("", False, "There is no chat template"),
+    ],
+)
+def test_a_templates_mistake_is_named(template, tools, message):
+    tokenizer = chat_tokenizer([])
+    tokenizer.chat_template = template
+    if message is None:
+        check_template(tokenizer, tools=tools)
+    else:
+        with pytest.raises(ConformanceError, match=message):
+            check_template(tokenizer, tools=tools)
+
+
+def test_a_call_that_is_read_otherwise_is_named():
+    tokenizer = chat_tokenizer([])
+    tokenizer.chat_template = LOOP % (TURN % CALL)
+    fields = {"content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"}}
+    start = "<|im_start|>assistant\n"
+    tokenizer.response_template = {"defaults": {"role": "assistant"}, "start_anchor": start, "fields": fields}
+    with pytest.raises(ConformanceError, match=r"Of a call of look_up\(entry='snow'\) the tokenizer reads \[\]"):
+        check_template(tokenizer, tools=True)
+
+
+def test_the_template_of_the_page_passes_once_it_is_changed():
+    before, after = re.findall(
+        r"```jinja[^\n]*\n(.*?)```", (ROOT / "docs" / "chat-templates.md").read_text(), re.DOTALL
+    )
+    with pytest.raises(ConformanceError, match="A user's message after the model's changes what stands before it: "):
+        check_template(chat_tokenizer([]), before)
+    check_template(chat_tokenizer([]), after)
 
 
 def test_heavy_imports_are_named(tmp_path, monkeypatch):

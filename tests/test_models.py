@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 from peft import LoraConfig, get_peft_model
+from trl.chat_template_utils import add_response_schema, supports_tool_calling
 from trlx_hybrid import HybridConfig, HybridEngine
 from trlx_hybrid.errors import HybridError
+from trlx_hybrid.testing.conformance import ConformanceError, check_template
 
 FOLDER = Path(__file__).parent / "models"
 
@@ -22,6 +24,8 @@ def module(name):
 matrix, page, templates = module("matrix"), module("page"), module("templates")
 FAST = ("DeepSeek-V3, DeepSeek-R1", "GPT-2", "gpt-oss", "Qwen1.5-MoE, Qwen2-MoE", "Qwen3-Next")
 """Latent attention and a routing's bias; transposed weights; rearranged experts; an adapter called past; states."""
+UNPARSED = ("deepseekv3", "diffusion_gemma", "muse_glimmer")
+"""Templates that show calls, which TRL cannot read from what a model samples."""
 NAMES = [
     name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
     for name in matrix.MODELS
@@ -53,10 +57,35 @@ def test_the_page_is_up_to_date():
     assert len(NOTES) == len({case["reason"] for case in cases if "reason" in case})
 
 
-@pytest.mark.parametrize("name", templates.TEMPLATES)
+@pytest.mark.parametrize("name", templates.PUBLISHED)
 def test_a_chat_template_is_what_its_conversations_show(name):
     (expected,) = (row for row in page.seen()["templates"] if row["template"] == name)
     assert templates.measure(name) == expected
+
+
+@pytest.mark.parametrize("name", templates.PUBLISHED)
+def test_the_check_of_a_template_says_what_conversations_show(name):
+    """One that is used unchanged passes; one that is refused, or that TRL's training template replaces, does not."""
+    (expected,) = (row for row in page.seen()["templates"] if row["template"] == name)
+    given, ends = templates.processing_class(templates.SOURCES[name])
+    if expected["how"].startswith(templates.OWN):
+        check_template(given, end_ids=ends)
+    else:
+        with pytest.raises(ConformanceError, match="changes what stands before it"):
+            check_template(given, end_ids=ends)
+
+
+@pytest.mark.parametrize("name", templates.PUBLISHED)
+def test_the_check_of_a_template_finds_tools_where_trl_does(name):
+    given, ends = templates.processing_class(templates.SOURCES[name])
+    try:
+        add_response_schema(given)
+        check_template(given, end_ids=ends, tools=True)
+    except (ValueError, ConformanceError):
+        expected = {row["template"]: row["how"] for row in page.seen()["templates"]}[name]
+        assert not supports_tool_calling(given) or not expected.startswith(templates.OWN) or name in UNPARSED
+    else:
+        assert supports_tool_calling(given)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from transformers import PreTrainedTokenizerFast
 from trl import GRPOTrainer
 from trl.chat_template_utils import get_training_chat_template, is_chat_template_prefix_preserving
-from trlx_hybrid.testing.chat import TEMPLATES, chat_tokenizer
+from trlx_hybrid.testing.chat import CHAT_TEMPLATES, chat_tokenizer
 from trlx_hybrid.trl.tool_calling import observer
 
 ANSWERS = [
@@ -55,7 +55,7 @@ def bytes_tokenizer(template=PLAIN, prefix_space=False, normalizer=None, scheme=
 
 
 TOKENIZERS = {
-    **{name: lambda name=name: chat_tokenizer(["plain answer"], name) for name in TEMPLATES},
+    **{name: lambda name=name: chat_tokenizer(["plain answer"], name) for name in CHAT_TEMPLATES},
     "bytes": bytes_tokenizer,
     "a space before each piece": lambda: bytes_tokenizer(prefix_space=True),
     "normalised": lambda: bytes_tokenizer(normalizer=normalizers.NFKC()),

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / errors.TROUBLESHOOTING).read_text()
 SOURCES = [path for folder in (ROOT / "trlx_hybrid", *ROOT.glob("plugins/*/src")) for path in folder.rglob("*.py")]
 USERS = [path for folder in (*ROOT.glob("plugins/*/src"), ROOT / "examples") for path in folder.rglob("*.py")]
-TEMPLATES = sorted((ROOT / "trlx_hybrid" / "templates").rglob("*.py.in"))
+SCAFFOLDS = sorted((ROOT / "trlx_hybrid" / "templates").rglob("*.py.in"))
 TESTS = [
     path
     for folder in (ROOT / "tests", *ROOT.glob("plugins/*/tests"))
@@ -231,7 +231,7 @@ def implemented(text: str) -> set[str]:
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_hook_is_used_by_a_plugin(hook: str) -> None:
-    assert any(hook in implemented(path.read_text()) for path in (*USERS, *TEMPLATES)), f"no plugin implements {hook}"
+    assert any(hook in implemented(path.read_text()) for path in (*USERS, *SCAFFOLDS)), f"no plugin implements {hook}"
 
 
 @functools.cache

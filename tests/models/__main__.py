@@ -14,7 +14,7 @@ def main(names: list[str]) -> None:
     from trlx_hybrid_vllm.versions import installed_vllm
 
     rows = {row["model"]: row for row in page.seen()["rows"]} if names else {}
-    conversations = [templates.measure(name) for name in templates.TEMPLATES]
+    conversations = [templates.measure(name) for name in templates.PUBLISHED]
     with models_inspected_here():
         for name in names or matrix.MODELS:
             rows[name] = matrix.measure(name)

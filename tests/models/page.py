@@ -19,25 +19,30 @@ CPU in float32. *All weights* is full fine-tuning, *LoRA* an adapter on all line
 [weight path](hybrid-engine.md#how-weights-reach-the-engine) that `auto` takes, and the largest difference between the
 log-probs that the engine samples with and the trainer's, in nats, before and after a change of all trained weights. It
 may be 1e-5. A note says why not a cheaper path, or what refuses the model. *Template* names TRL's copies of the chat
-templates that the published models have, and what becomes of them in conversations; see [below](#chat-templates).
+templates that the published models have, and what becomes of them in conversations with a user; see
+[below](#chat-templates).
 
-Models that see pictures are asked about one, and their towers' weights are changed with the others; with *text alone*
-where a note says that vLLM does not compute their pictures as they do.
+Models that see images are asked about one, and their towers' weights are changed with the others; with *text alone*
+where a note says that vLLM does not compute their images as they do.
 
 GPUs have other kernels. Most of vLLM's backends for experts lay the weights out anew there, which a path that shares
 them notices and says. What ran whole on GPUs is in [another table](tested.md). vLLM's classes of Qwen3.5, and of models
-that see pictures, need torchvision.
+that see images, need torchvision.
 """
 
 
-TEMPLATES_HEAD = """
+CHATS = """
 ## Chat templates
 
-TRL {trl}'s copies of the templates that models come with, and how conversations go on with them, in
-[`rollout="multi_turn"` and `episodes`](multi-turn.md). Prompt, turns and observations of three exchanges, as token ids,
-spell what the template makes of the whole conversation. What a model has sampled is never rendered again. A template
-of which TRL has no copy goes through the same check at start: one that renders a message the same whatever follows it
-is used unchanged, any other is refused, with the reason.
+TRL {trl}'s copies of the templates that models come with, and whether conversations can go on with them in which a user
+answers the model, as in [`episodes`](multi-turn.md#environments-that-are-no-tools). Prompt, turns and observations of
+three exchanges, as token ids, spell what the template makes of the whole conversation. What a model has sampled is
+never rendered again. A template of which TRL has no copy goes through the same check at start: one that renders a
+message the same whatever follows it is used unchanged, any other is refused, with the reason.
+
+The table does not show which templates can call tools. With `tools`, TRL asks for the same of a call and its answer,
+and takes its training template where they change what stands before them.
+[Another model's template](chat-templates.md) says how to try both with a model of yours, and what to change.
 """
 
 
@@ -54,7 +59,7 @@ def page(results: Mapping[str, Any]) -> str:
         template = conversations(results["published"][row["model"]], verdicts)
         lines.append(f"| {row['model']} | `{row['class']}` | {template} | {weights} | {'<br>'.join(given)} |")
     lines += ["", *(f"{number}. {reason}" for reason, number in notes.items())]
-    lines += [TEMPLATES_HEAD.format(**results["versions"]), "| templates | conversations |", "|---|---|"]
+    lines += [CHATS.format(**results["versions"]), "| templates | conversations |", "|---|---|"]
     templates: dict[str, list[str]] = {}
     for row in results["templates"]:
         said = f"refused: {escaped(row['reason'])}" if "reason" in row else row["how"]

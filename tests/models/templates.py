@@ -24,7 +24,7 @@ SOURCES = {
     for entry in FOLDER.iterdir()
     if entry.name.endswith(".jinja")
 }
-TEMPLATES = sorted(name for name in SOURCES if not name.endswith("_training"))
+PUBLISHED = sorted(name for name in SOURCES if not name.endswith("_training"))
 SPECIAL = re.compile(
     r"<[|｜][^<>\s'\"{}]{1,40}[|｜]>|</?s>|<(?:start_of_turn|end_of_turn|end_of_utterance|turn\||\|turn)>|\[gMASK\]|<sop>|<EOS>"
 )
@@ -36,17 +36,23 @@ KEPT = "unchanged; what they leave out of earlier turns, the thinking, stays as 
 def measure(name: str) -> dict[str, str]:
     """A row of the page: the template, and how it is served or why not."""
     source = SOURCES[name]
-    tokenizer = characters(source)
-    blocks = takes_blocks(tokenizer)
-    given: Any = text_processor(tokenizer, source) if blocks else tokenizer
-    end = SPECIAL.match(rendered(tokenizer, blocks).partition("an answer")[2].lstrip())
-    ends = [] if end is None else [tokenizer.convert_tokens_to_ids(end.group())]  # else the next message ends it
+    given, ends = processing_class(source)
     try:
         tokens = preserving_tokens(given, None, lambda: get_training_chat_template(given), end_ids=ends)
     except ConfigError as error:
         return {"template": name, "how": "refused", "reason": str(error).partition(" What was sampled")[0]}
     how = OWN if tokens._template in (None, source) else TRAINING
     return {"template": name, "how": how if spells_everything(tokens, ends) else KEPT}
+
+
+def processing_class(source: str) -> tuple[Any, list[int]]:
+    """A tokenizer with a template, or a processor where the template takes content blocks; and the tokens that end a
+    turn."""
+    tokenizer = characters(source)
+    blocks = takes_blocks(tokenizer)
+    end = SPECIAL.match(rendered(tokenizer, blocks).partition("an answer")[2].lstrip())
+    ends = [] if end is None else [tokenizer.convert_tokens_to_ids(end.group())]  # else the next message ends it
+    return text_processor(tokenizer, source) if blocks else tokenizer, ends
 
 
 def characters(source: str) -> PreTrainedTokenizerFast:

@@ -10,7 +10,7 @@ from typing import Any
 from .models import CHARACTERS, tiny_model
 
 QWENS = "<|im_start|>", "<|im_end|>"
-TEMPLATES = {"qwen3": QWENS, "qwen3_vl": QWENS, "llama3_1": ("<|begin_of_text|>", "<|eot_id|>")}
+CHAT_TEMPLATES = {"qwen3": QWENS, "qwen3_vl": QWENS, "llama3_1": ("<|begin_of_text|>", "<|eot_id|>")}
 """TRL's chat templates by name, each with the token that begins a text and the token that ends a turn."""
 
 SCHEMA = "type function parameters properties description integer string object required array items return"
@@ -33,7 +33,7 @@ def chat_tokenizer(turns: Sequence[str], template: str = "qwen3") -> Any:
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
-    begin, end = TEMPLATES[template]
+    begin, end = CHAT_TEMPLATES[template]
     source = files("trl").joinpath("chat_templates", f"{template}.jinja").read_text(encoding="utf-8")
     words = sorted(set(re.findall(r"[A-Za-z]{3,}", source + SCHEMA)))
     pieces = [("<pad>", 0.0), (begin, 0.0), (end, 0.0)]

@@ -110,7 +110,7 @@ def turns_of(template, names=("add", "fail", "fetch", "blocks", "nothing")):
     return [*single, *both, "a plain answer", "<tool_call>\n{broken"]
 
 
-TEMPLATES = [
+TOOLS_OF_TEMPLATES = [
     pytest.param("qwen3", ("add", "fail", "fetch", "blocks", "nothing"), id="qwen3"),
     pytest.param("llama3_1", ("add", "fetch", "nothing"), id="llama3_1", marks=pytest.mark.slow),
 ]
@@ -200,7 +200,7 @@ def spread(batches):
     return {sum(m["role"] == "assistant" for m in c) for batch in batches for c in batch[3]}
 
 
-@pytest.mark.parametrize(("template", "names"), TEMPLATES)
+@pytest.mark.parametrize(("template", "names"), TOOLS_OF_TEMPLATES)
 def test_tools_equal_stock_trl(converse, stock_colocate, template, names):
     theirs = converse(trl.GRPOTrainer, template, names)
     ours = converse(trlx_hybrid.GRPOTrainer, template, names)
@@ -210,7 +210,7 @@ def test_tools_equal_stock_trl(converse, stock_colocate, template, names):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("template", "names"), TEMPLATES)
+@pytest.mark.parametrize(("template", "names"), TOOLS_OF_TEMPLATES)
 def test_sampled_conversations_equal_those_of_trls_loop(converse, template, names):
     """Each request carries its own seed, so both loops sample the same tokens. Without `blocks`, as below."""
     names = tuple(name for name in names if name != "blocks")

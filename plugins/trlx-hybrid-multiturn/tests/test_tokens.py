@@ -13,9 +13,9 @@ from trlx_hybrid.rollout.tokenizer import own_tokenizer
 from trlx_hybrid.testing.chat import chat_tokenizer, text_processor
 from trlx_hybrid_multiturn.tokens import TemplateTokens, preserving_tokens
 
-TEMPLATES = ("qwen3", "llama3_1")
+CHAT_TEMPLATES = ("qwen3", "llama3_1")
 TEXT = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=12)
-TOKENIZERS = {name: chat_tokenizer([], name) for name in TEMPLATES}
+TOKENIZERS = {name: chat_tokenizer([], name) for name in CHAT_TEMPLATES}
 
 
 def tokens_of(name: str, **options: object) -> TemplateTokens:
@@ -31,7 +31,7 @@ def rendered(tokenizer: PreTrainedTokenizerFast, name: str, messages: list) -> s
     )
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", CHAT_TEMPLATES)
 @settings(max_examples=60, deadline=None)
 @given(question=TEXT, answers=st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4))
 def test_turns_and_observations_spell_the_whole_conversation(name: str, question: str, answers: list) -> None:
@@ -55,7 +55,7 @@ def test_qwen3_takes_trls_training_template() -> None:
     assert tokenizer.decode(shown) == "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", CHAT_TEMPLATES)
 def test_observations_begin_after_the_end_of_a_turn(name: str) -> None:
     """The model samples the end of its turn itself: it is not inserted a second time."""
     tokenizer = TOKENIZERS[name]

@@ -13,6 +13,7 @@ from .findings import ConformanceError
 from .imports import check_imports
 from .rollout import check_rollout
 from .scoring import check_scoring
+from .template import check_template
 from .weights import check_weights
 
 __all__ = [
@@ -24,5 +25,6 @@ __all__ = [
     "check_imports",
     "check_rollout",
     "check_scoring",
+    "check_template",
     "check_weights",
 ]

@@ -189,7 +189,7 @@ class Hybrid(Contestant):
         return self._timed(self._generate_seedless, lengths, turn, other_prompts)
 
     def _generate_seedless(self, prompts: list[list[int]]) -> list[list[int]]:
-        from trlx_hybrid.types import Request
+        from trlx_hybrid.contract.types import Request
 
         session = self._trainer.session
         requests = [

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from trlx_hybrid.contract.types import Phase, SyncPlan, SyncReport, Trajectory
 from trlx_hybrid.plugins.hookspecs import hookimpl
 from trlx_hybrid.plugins.host import Host
-from trlx_hybrid.types import Phase, SyncPlan, SyncReport, Trajectory
 
 from .harness import Arm, Timed, alternate
 from .result import Result, cpu

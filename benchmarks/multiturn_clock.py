@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from trlx_hybrid.rollout.conversation import Conversation
-from trlx_hybrid.types import Request, Sampling
+from trlx_hybrid.contract.conversation import Conversation
+from trlx_hybrid.contract.types import Request, Sampling
 
 from .replay import StepTime, Trace
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trlx_hybrid.protocols import Rollout, Run
-from trlx_hybrid.rollout.conversation import Conversation, Dialogue, Limits, RequestMaker
-from trlx_hybrid.types import Completion, Request, Sampling
+from trlx_hybrid.contract.conversation import Conversation, Dialogue, Limits, RequestMaker
+from trlx_hybrid.contract.protocols import Rollout, Run
+from trlx_hybrid.contract.types import Completion, Request, Sampling
 
 from .building import engine_options, load, prepare_process
 from .harness import Timed
@@ -105,7 +105,7 @@ class Rollouts:
             self._engine: Any = self.session.live_engine
 
     def _made(self) -> dict[str, Rollout]:
-        from trlx_hybrid.rollout.single_turn import SingleTurn
+        from trlx_hybrid.plugins.builtin import SingleTurn
         from trlx_hybrid_multiturn.multi_turn import MultiTurn
         from trlx_hybrid_multiturn.options import MultiTurnOptions
 

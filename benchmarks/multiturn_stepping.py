@@ -195,7 +195,7 @@ class ToolStepper(Stepper):
         return Trace(tokens=tokens, latencies=latencies)
 
     def _choose(self, session: Any, lock_step: bool) -> None:
-        from trlx_hybrid.rollout.single_turn import SingleTurn
+        from trlx_hybrid.plugins.builtin import SingleTurn
 
         if not hasattr(self, "_own"):
             self._own, converse = session.rollout, session.rollout.converse

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from trlx_hybrid import HybridConfig, HybridEngine
-from trlx_hybrid.weights.gather import GatherSync
+from trlx_hybrid.plugins.builtin import GatherSync
 from trlx_hybrid_reshard.options import ReshardOptions
 from trlx_hybrid_reshard.planner.architectures import SHAPES
 from trlx_hybrid_reshard.sync import ReshardSync

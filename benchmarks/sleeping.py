@@ -148,7 +148,7 @@ class HybridKVMemory(KVMemory, Hybrid):
 
     def greedy_awake(self) -> list[list[int]]:
         """Sample greedily from the engine as it is."""
-        from trlx_hybrid.types import Request, Sampling
+        from trlx_hybrid.contract.types import Request, Sampling
         from trlx_hybrid_vllm.internals import drain
 
         requests = [Request(prompt_ids=prompt, seed=0) for prompt in self._prompts("greedy", 8)]

@@ -111,8 +111,8 @@ class Stepper:
             it took; `training_mfu`: their share of the device's peak, where the peak is known. `device_bytes_in_use`:
             bytes that all processes used on the device after the step.
         """
+        from trlx_hybrid.policy.policy import Policy
         from trlx_hybrid.trl.flops import model_flops, peak
-        from trlx_hybrid.weights.policy import Policy
 
         found = dict(self.spans)
         rows = [self._scale.prompt_tokens + tokens for tokens in self._lengths]

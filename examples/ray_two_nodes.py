@@ -33,7 +33,7 @@ def launch_on_two_simulated_nodes() -> int:
             try:
                 for _ in range(2):
                     nodes.add_node(num_cpus=1, object_store_memory=80 << 20, node_ip_address="127.0.0.1")
-                command = [sys.executable, "-m", "trlx_hybrid.cli", "launch", "--nodes", "2", "--cpu"]
+                command = [sys.executable, "-m", "trlx_hybrid", "launch", "--nodes", "2", "--cpu"]
                 command += ["--processes-per-node", "1", "--address", nodes.address, __file__]
                 return subprocess.call(command)
             finally:

@@ -21,7 +21,7 @@ from trlx_hybrid.testing.processes import rank_reports
 
 ROOT = Path(__file__).parents[1]
 SESSION = "trlx_hybrid/session.py"  # the main loop, whose calls are shown, too
-BLAME = "trlx_hybrid/plugins/blame.py"  # around each call of a component
+BLAME = "trlx_hybrid/blame.py"  # around each call of a component
 SCRIPT = Path(__file__).parent / "scripts" / "step_trace.py"
 CALLS, PAGE = Path(__file__).with_suffix(".json"), ROOT / "docs" / "step.md"
 HEAD = """# One optimizer step, call by call

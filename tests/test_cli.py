@@ -5,12 +5,12 @@ import subprocess
 import sys
 
 import pytest
-from trlx_hybrid import doctor as environment
-from trlx_hybrid.cli import ADDED_BY, main
-from trlx_hybrid.doctor import package_version
+from trlx_hybrid.commands import doctor as environment
+from trlx_hybrid.commands.main import ADDED_BY, main
 from trlx_hybrid.errors import PluginError
 from trlx_hybrid.plugins.hookspecs import hookimpl
 from trlx_hybrid.plugins.host import Host
+from trlx_hybrid.versions import package_version
 
 
 def test_plugins_lists_plugins_and_components(capsys):
@@ -77,7 +77,7 @@ def test_a_command_that_is_not_there_says_which_plugin_brings_it(capsys, monkeyp
     with pytest.raises(SystemExit, match="2"):
         main(["reshard-plan"])
     assert "no command 'reshard-plan'. Plugin reshard is disabled by TRLX_HYBRID_DISABLE." in capsys.readouterr().err
-    monkeypatch.setattr("trlx_hybrid.cli.ADDED_BY", {"reset": "not-installed"})
+    monkeypatch.setattr("trlx_hybrid.commands.main.ADDED_BY", {"reset": "not-installed"})
     with pytest.raises(SystemExit, match="2"):
         main(["reset"])
     assert "no command 'reset'. Install trlx-hybrid-not-installed. Commands: " in capsys.readouterr().err

@@ -145,11 +145,11 @@ def check_ray(words: list[str], read: Any) -> None:
 
 
 def check_hybrid(words: list[str], read: Any) -> None:
-    from trlx_hybrid.cli import main
+    from trlx_hybrid.commands.main import main
 
     options = read(lambda: main(words), words)
     if words[0] == "train" and "--help" not in words:
-        from trlx_hybrid import train
+        from trlx_hybrid.commands import train
 
         train.read(Path(options.recipe), [*options.settings, "--use_cpu"])
     if words[0] == "launch":
@@ -195,7 +195,7 @@ def test_a_command_is_understood(command: str, read: Any) -> None:
     ],
 )
 def test_a_table_has_the_options_of_its_command(page: str, command: str, elsewhere: set[str], capsys: Any) -> None:
-    from trlx_hybrid.cli import main
+    from trlx_hybrid.commands.main import main
 
     with pytest.raises(SystemExit):
         main([command, "--help"])

@@ -7,7 +7,8 @@ import runpy
 from pathlib import Path
 
 import pytest
-from trlx_hybrid import HybridConfig, doctor
+from trlx_hybrid import HybridConfig
+from trlx_hybrid.contract.types import Finding
 from trlx_hybrid.plugins.host import Host
 from trlx_hybrid.testing.conformance import check_engine, check_rollout, check_weights
 
@@ -32,7 +33,7 @@ def test_a_plugin_of_0_1_trains_with_all_its_components_and_hooks(tiny_trainer, 
     commands = argparse.ArgumentParser().add_subparsers()
     host.call("trlx_command", commands=commands)
     assert "old" in commands.choices
-    assert host.call("trlx_doctor", options=None) == [[doctor.Finding(topic="old", text="fine", problem=False)]]
+    assert host.call("trlx_doctor", options=None) == [[Finding(topic="old", text="fine", problem=False)]]
     assert set(old.called) == {name for name in dir(Old) if name.startswith("trlx_")}
 
 
@@ -46,6 +47,6 @@ def test_its_components_do_what_today_s_checks_ask():
 def test_what_is_listed_as_public_is_there():
     page = (ROOT / "docs" / "compatibility.md").read_text().partition("## What is public")[2]
     listed = re.findall(r"`(trlx_hybrid(?:\.\w+)+)`", page.replace("`, `", "` `"))
-    assert "trlx_hybrid.protocols" in listed
+    assert "trlx_hybrid.contract.protocols" in listed
     for path in listed:
         importlib.import_module(path)

@@ -12,7 +12,9 @@ from typing import ClassVar
 import pytest
 import torch
 from trlx_hybrid import hookimpl
-from trlx_hybrid.protocols import Algorithm, Rollout, Scores, Scoring
+from trlx_hybrid.contract.protocols import Algorithm, Rollout, Scores, Scoring
+from trlx_hybrid.contract.types import LoadReport
+from trlx_hybrid.plugins.builtin import GatherSync
 from trlx_hybrid.testing.chat import chat_tokenizer
 from trlx_hybrid.testing.conformance import (
     ConformanceError,
@@ -26,8 +28,6 @@ from trlx_hybrid.testing.conformance import (
     check_template,
     check_weights,
 )
-from trlx_hybrid.types import LoadReport
-from trlx_hybrid.weights.gather import GatherSync
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = {"max_model_len": 128, "max_num_seqs": 16, "enable_sleep_mode": True}

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from trlx_hybrid import deadline
+from trlx_hybrid.interprocess import deadline
 
 
 @pytest.mark.parametrize(("load", "times"), [(0.0, 1), (0.9, 1), (3.0, 3), (100.0, 8)])

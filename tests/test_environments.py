@@ -12,10 +12,10 @@ import torch
 import trlx_hybrid
 from trl import GRPOConfig, RLOOConfig
 from trlx_hybrid import HybridConfig, HybridEngine, hookimpl
-from trlx_hybrid.cli import main
+from trlx_hybrid.commands.main import main
+from trlx_hybrid.contract.protocols import EnvironmentArguments
 from trlx_hybrid.errors import ComponentError, ConfigError
 from trlx_hybrid.plugins.host import Host
-from trlx_hybrid.protocols import EnvironmentArguments
 from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
 from trlx_hybrid_multiturn import Step, episode_reward, episodes
 

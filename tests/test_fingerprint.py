@@ -7,9 +7,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from trlx_hybrid.policy.policy import Policy
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.weights import verify
-from trlx_hybrid.weights.policy import Policy
 
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
 TARGETS = {"full": None, "q,v": ["q_proj", "v_proj"], "all": "all-linear", "mlp": ["up_proj", "gate_proj", "down_proj"]}

@@ -15,9 +15,9 @@ import torch
 from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer, HybridConfig, hookimpl
 from trlx_hybrid.config import RESUME_VARIABLE
+from trlx_hybrid.contract.protocols import Algorithm
 from trlx_hybrid.errors import HybridError
-from trlx_hybrid.hybrid_engine import HybridEngine
-from trlx_hybrid.protocols import Algorithm
+from trlx_hybrid.own_loop.hybrid_engine import HybridEngine
 from trlx_hybrid.testing.models import character_tokenizer, sorting_prompts, tiny_grpo, tiny_model
 from trlx_hybrid.trl.checkpoint import newest_checkpoint
 

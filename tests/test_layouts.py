@@ -9,7 +9,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from trlx_hybrid import HybridConfig, HybridEngine, Layout
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid.layouts import check_rollout, check_train, check_train_config, shards_of, with_rollout
+from trlx_hybrid.own_loop.layouts import check_rollout, check_train, check_train_config, shards_of, with_rollout
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 
 WORLD = 4

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from transformers.training_args import OptimizerNames
+from trlx_hybrid.contract.types import Phase
 from trlx_hybrid.errors import MemoryPlanError
 from trlx_hybrid.memory.arena import Arena
 from trlx_hybrid.memory.estimate import (
@@ -26,7 +27,6 @@ from trlx_hybrid.memory.ledger import (
     union,
 )
 from trlx_hybrid.memory.trainer_memory import unused_in_private_pools
-from trlx_hybrid.types import Phase
 
 intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda t: (t[0], t[0] + t[1])), max_size=8)
 amounts = st.integers(0, 100)

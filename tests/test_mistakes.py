@@ -13,14 +13,14 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer, HybridConfig, hookimpl
+from trlx_hybrid.contract.protocols import Algorithm, EnvironmentArguments, Rollout, Scores, Scoring
+from trlx_hybrid.contract.types import LoadReport
 from trlx_hybrid.errors import EngineError, HybridError
-from trlx_hybrid.hybrid_engine import HybridEngine
-from trlx_hybrid.protocols import Algorithm, EnvironmentArguments, Rollout, Scores, Scoring
+from trlx_hybrid.own_loop.hybrid_engine import HybridEngine
 from trlx_hybrid.testing.chat import chat_tokenizer
 from trlx_hybrid.testing.conformance import check_algorithm
 from trlx_hybrid.testing.models import character_tokenizer, tiny_grpo, tiny_model
 from trlx_hybrid.trl.recording import RecordedBatch, Recording
-from trlx_hybrid.types import LoadReport
 
 ENGINE = {"max_model_len": 64, "max_num_seqs": 8, "enable_sleep_mode": True}
 PROMPTS = Dataset.from_dict({"prompt": ["1 + 1 =", "2 + 30 ="] * 4})

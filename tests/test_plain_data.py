@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from trlx_hybrid import plain_data
-from trlx_hybrid.plain_data import NotPlainError
-from trlx_hybrid.remote_errors import RemoteError, describe, restore
+from trlx_hybrid.interprocess import plain_data
+from trlx_hybrid.interprocess.plain_data import NotPlainError
+from trlx_hybrid.interprocess.remote_errors import RemoteError, describe, restore
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

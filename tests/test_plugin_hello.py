@@ -50,7 +50,7 @@ def install(folder: Path) -> None:
 
 
 def test_listed(installed: Path, tmp_path: Path) -> None:
-    report = json.loads(run(installed, "-m", "trlx_hybrid.cli", "plugins", "--json", cwd=tmp_path).stdout)
+    report = json.loads(run(installed, "-m", "trlx_hybrid", "plugins", "--json", cwd=tmp_path).stdout)
     (hello,) = [plugin for plugin in report["plugins"] if plugin["name"] == "hello"]
     assert hello == {
         "name": "hello",

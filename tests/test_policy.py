@@ -10,10 +10,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from transformers import AriaConfig, Qwen3Config, Qwen3MoeConfig
+from trlx_hybrid.policy import policy as policies
+from trlx_hybrid.policy.policy import ModuleTree, Policy, modules_of, parameters_in
+from trlx_hybrid.policy.sharded import is_sharded
 from trlx_hybrid.testing.models import tiny_model
-from trlx_hybrid.weights import policy as policies
-from trlx_hybrid.weights.policy import ModuleTree, Policy, modules_of, parameters_in
-from trlx_hybrid.weights.sharded import is_sharded
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": []}
 

@@ -11,11 +11,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from trlx_hybrid.cli import main
-from trlx_hybrid.forecast import gpus_of
+from trlx_hybrid.commands.forecast import gpus_of
+from trlx_hybrid.commands.main import main
+from trlx_hybrid.commands.train import function, read, train
 from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
 from trlx_hybrid.testing.processes import free_port
-from trlx_hybrid.train import function, read, train
 
 from benchmarks.rollout import SCALES
 
@@ -396,7 +396,9 @@ def test_two_processes_shard_the_model_as_the_recipe_says(stand_ins, tmp_path, c
     held = [line for line in capsys.readouterr().out.splitlines() if line.startswith(OWNERS)]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]  # accelerate starts one on CPUs
     script = "from tests.support.fsdp import use_fsdp_on_cpu\nuse_fsdp_on_cpu()\n"
-    (tmp_path / "train.py").write_text(script + "from trlx_hybrid.cli import main\nraise SystemExit(main())\n")
+    (tmp_path / "train.py").write_text(
+        script + "from trlx_hybrid.commands.main import main\nraise SystemExit(main())\n"
+    )
     command += ["--master_port", str(free_port()), "train.py", "train", str(FOLDER / "math-8x80gb.yaml"), *flags]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

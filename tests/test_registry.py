@@ -6,13 +6,13 @@ import torch
 from trl import GRPOConfig
 from trlx_hybrid import HybridConfig, hookimpl
 from trlx_hybrid.config import build
+from trlx_hybrid.contract.protocols import Engine, WeightSync
+from trlx_hybrid.contract.types import Completion, Request, Sampling
 from trlx_hybrid.errors import ComponentError, ConfigError, EngineError
 from trlx_hybrid.plugins.host import Host
 from trlx_hybrid.plugins.registry import BRINGS
 from trlx_hybrid.plugins.selection import TrainerArguments, select
-from trlx_hybrid.protocols import Engine, WeightSync
 from trlx_hybrid.trl.arguments import trainer_arguments
-from trlx_hybrid.types import Completion, Request, Sampling
 from trlx_hybrid.weights.sync import choose
 
 
@@ -243,7 +243,7 @@ def test_a_built_component_is_held_against_its_protocol():
     with pytest.raises(ComponentError) as caught:
         component_of(Sparse).build(None, None)
     message = "The engine 'x' (plugin 'mine', trlx-mine 1.2) made a Sparse without quantized, sleep, which "
-    assert str(caught.value).startswith(message + "`trlx_hybrid.protocols.Engine` requires.")
+    assert str(caught.value).startswith(message + "`trlx_hybrid.contract.protocols.Engine` requires.")
     with pytest.raises(ComponentError, match="made a object without asleep_bytes, close"):
         component_of(lambda *_: object()).build(None, None)
     bare = SimpleNamespace(name="x", refuses=None, sync=None)  # the session calls the rest as well

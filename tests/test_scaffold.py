@@ -8,8 +8,8 @@ import venv
 from pathlib import Path
 
 import pytest
-from trlx_hybrid import scaffold
-from trlx_hybrid.cli import main
+from trlx_hybrid.commands import new as scaffold
+from trlx_hybrid.commands.main import main
 from trlx_hybrid.errors import ConfigError
 
 KINDS = sorted(scaffold.KINDS)
@@ -88,7 +88,7 @@ def test_each_kind_builds_installs_passes_its_tests_and_trains(plugins, tmp_path
     Path(purelib, "outer.pth").write_text(f"import site; site.addsitedir({here!r})\n")
     wheels = sorted(tmp_path.glob("*.whl"))
     run(*pip, "--python", python, "install", "--no-deps", "--no-index", *wheels, cwd=tmp_path)
-    listed = run(python, "-m", "trlx_hybrid.cli", "plugins", cwd=tmp_path)
+    listed = run(python, "-m", "trlx_hybrid", "plugins", cwd=tmp_path)
     assert all(f"{LONG}_{kind}  trlx-" in listed for kind in KINDS)
     tests = tmp_path / "tests"
     tests.mkdir()

@@ -6,14 +6,14 @@ import torch
 import trl.trainer.utils
 from hypothesis import given
 from hypothesis import strategies as st
+from trlx_hybrid.contract.conversation import Conversation
+from trlx_hybrid.contract.kept_tokens import KeptTokens, tensors_of
+from trlx_hybrid.contract.support import Support, mask_words, words_of, words_of_ids
+from trlx_hybrid.contract.types import Completion, Sampling
 from trlx_hybrid.errors import ComponentError, ConfigError
-from trlx_hybrid.kept_tokens import KeptTokens, tensors_of
-from trlx_hybrid.rollout.conversation import Conversation
 from trlx_hybrid.rollout.supports import Supports
-from trlx_hybrid.support import Support, mask_words, words_of, words_of_ids
 from trlx_hybrid.trl import kept_log_probs, over_support
 from trlx_hybrid.trl.kept_log_probs import KeptLogProbs, Projection, scoring_over
-from trlx_hybrid.types import Completion, Sampling
 
 
 @st.composite

@@ -13,17 +13,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from trlx_hybrid import errors, plain_data
-from trlx_hybrid.cli import main
+from trlx_hybrid import errors
+from trlx_hybrid.commands.main import main
+from trlx_hybrid.interprocess import plain_data
+from trlx_hybrid.interprocess.remote_errors import describe, restore
 from trlx_hybrid.plugins import hookspecs
 from trlx_hybrid.plugins.registry import SLOTS
-from trlx_hybrid.remote_errors import describe, restore
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / errors.TROUBLESHOOTING).read_text()
 SOURCES = [path for folder in (ROOT / "trlx_hybrid", *ROOT.glob("plugins/*/src")) for path in folder.rglob("*.py")]
 USERS = [path for folder in (*ROOT.glob("plugins/*/src"), ROOT / "examples") for path in folder.rglob("*.py")]
-SCAFFOLDS = sorted((ROOT / "trlx_hybrid" / "templates").rglob("*.py.in"))
+SCAFFOLDS = sorted((ROOT / "trlx_hybrid" / "commands" / "templates").rglob("*.py.in"))
 TESTS = [
     path
     for folder in (ROOT / "tests", *ROOT.glob("plugins/*/tests"))

@@ -10,11 +10,11 @@ from torch import nn
 from transformers import Adafactor
 from transformers.integrations.neftune import activate_neftune
 from trlx_hybrid.config import HybridConfig
+from trlx_hybrid.contract.types import Completion, Sampling
 from trlx_hybrid.errors import ConfigError, PolicyError, SyncError
+from trlx_hybrid.policy.first_step import FirstStep
+from trlx_hybrid.policy.policy import Policy
 from trlx_hybrid.testing.models import tiny_model
-from trlx_hybrid.types import Completion, Sampling
-from trlx_hybrid.weights.first_step import FirstStep
-from trlx_hybrid.weights.policy import Policy
 from trlx_hybrid.weights.sync import WeightVersions
 from trlx_hybrid.weights.verify import allowed_gap, check_log_probs, disagreement, noise
 

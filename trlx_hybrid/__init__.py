@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from . import _moved
 from .config import HybridConfig
+from .contract.types import Layout
 from .plugins.hookspecs import hookimpl
-from .types import Layout
 
 if TYPE_CHECKING:
-    from .hybrid_engine import HybridEngine
+    from .own_loop.hybrid_engine import HybridEngine
     from .trl.trainer import DistillationTrainer, GRPOTrainer, RLOOTrainer, TrlParser, hybrid
 
 __all__ = [
@@ -30,6 +31,9 @@ __all__ = [
     "hookimpl",
     "hybrid",
 ]
+
+
+_moved.install()
 
 
 @contextmanager
@@ -48,7 +52,7 @@ def _no_garbage_collection() -> Iterator[None]:
 def __getattr__(name: str) -> Any:
     if name == "HybridEngine":
         with _no_garbage_collection():
-            from .hybrid_engine import HybridEngine
+            from .own_loop.hybrid_engine import HybridEngine
 
         return HybridEngine
     if name in __all__:
@@ -56,6 +60,8 @@ def __getattr__(name: str) -> Any:
             from .trl import trainer
 
         return getattr(trainer, name)
+    if f"{__name__}.{name}" in _moved.MOVED:  # without an import of its own: another module had imported it
+        return globals().setdefault(name, _moved.module(f"{__name__}.{name}"))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

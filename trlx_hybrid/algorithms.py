@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .blame import asked, asked_text, blaming, fault
+from .contract.protocols import Algorithm, Groups, Scores
 from .errors import ComponentError, ConfigError
-from .plugins.blame import asked, asked_text, blaming, fault
 from .plugins.members import overrides
-from .protocols import Algorithm, Groups, Scores
 
 if TYPE_CHECKING:
+    from .interprocess.ranks import Ranks
     from .plugins.registry import Component
     from .plugins.selection import Choice
-    from .ranks import Ranks
 
 
 class Algorithms:

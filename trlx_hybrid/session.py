@@ -20,31 +20,31 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from .algorithms import Algorithms
+from .blame import asked, asked_text, fault
 from .config import HybridConfig
-from .doctor import package_version
+from .contract.types import Completion, Phase, Request, Sampling
 from .errors import ComponentError, PluginError, StaleWeightsError
 from .memory.trainer_memory import TrainerMemory
-from .plugins.blame import asked, asked_text, fault
 from .plugins.registry import BUILTIN
+from .policy.positions import Positions, check_positions
 from .rollout.endings import Endings
 from .rollout.sampler import Sampler
 from .rollout.seeding import preserved_generators
 from .rollout.supports import Supports
-from .types import Completion, Phase, Request, Sampling
-from .weights.positions import Positions, check_positions
+from .versions import package_version
 from .weights.sync import WeightVersions, choose
 from .weights.verify import autocast_dtype
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from .contract.conversation import Conversation, Dialogue, Limits
+    from .contract.protocols import Engine, Rollout, Scoring, WeightSync
+    from .interprocess.ranks import Ranks
     from .plugins.host import Host, PluginInfo
     from .plugins.selection import Choice, Selection
-    from .protocols import Engine, Rollout, Scoring, WeightSync
-    from .ranks import Ranks
-    from .rollout.conversation import Conversation, Dialogue, Limits
-    from .trl.routing import RouterReplay
-    from .weights.policy import Policy
+    from .policy.policy import Policy
+    from .routing import RouterReplay
 
 STATE_FILE = "hybrid_state.json"
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from accelerate import PartialState
 
 from .errors import ConfigError
-from .ranks import gathered
+from .interprocess.ranks import gathered
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -184,8 +184,8 @@ def gap_of_pictured(session: Any, shown: bool = True) -> float:
         shown: whether there is a picture in the prompt.
     """
     import torch
-    from trlx_hybrid.types import Sampling
-    from trlx_hybrid.weights.policy import evaluating
+    from trlx_hybrid.contract.types import Sampling
+    from trlx_hybrid.policy.policy import evaluating
 
     from tests.support.vision import picture
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 from trlx_hybrid.errors import HybridError
-from trlx_hybrid.ranks import by_first
+from trlx_hybrid.interprocess.ranks import by_first
 
 
 class NamedError(HybridError):

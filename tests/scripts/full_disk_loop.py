@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from accelerate import Accelerator
 from test_full_disk import no_room
-from trlx_hybrid.hybrid_engine import HybridEngine
+from trlx_hybrid.own_loop.hybrid_engine import HybridEngine
 from trlx_hybrid.session import STATE_FILE
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from trlx_hybrid.weights.sharded import whole
+from trlx_hybrid.policy.sharded import whole
 
 
 def main(folder):

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from peft import HRAConfig, IA3Config, LoHaConfig, LoraConfig, OFTConfig, VeraConfig, get_peft_model
 from torch.distributed.fsdp import fully_shard
+from trlx_hybrid.policy.policy import Policy
 from trlx_hybrid.testing.models import tiny_model
-from trlx_hybrid.weights.policy import Policy
 
 TARGETS = ["q_proj", "down_proj"]
 KINDS = {

@@ -13,7 +13,7 @@ def gap(session: Any) -> float:
     policy as it is, its adapters unmerged. NaN where one of them is. Runs a rollout phase of its own, which syncs
     first."""
     import torch
-    from trlx_hybrid.types import Request, Sampling
+    from trlx_hybrid.contract.types import Request, Sampling
 
     sampling = Sampling(max_tokens=8, logprobs=0, extra={"ignore_eos": True})
     with session.rollout_phase(True):

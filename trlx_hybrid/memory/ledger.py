@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from ..types import Phase
-from ..weights.quantised import scales
+from ..contract.types import Phase
+from ..policy.quantised import scales
 from .estimate import GIB, OWNERS, REMEDIES, ParameterSize, Prediction
 
 if TYPE_CHECKING:

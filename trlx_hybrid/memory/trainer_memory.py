@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import psutil  # type: ignore[import-untyped]
 import torch
 
+from ..blame import asked, fault
+from ..contract.types import Phase
 from ..errors import ConfigError
-from ..plugins.blame import asked, fault
-from ..types import Phase
-from ..weights.quantised import elements
+from ..policy.quantised import elements
 from .arena import Arena
 from .estimate import (
     LEAVING,
@@ -36,9 +36,9 @@ from .ledger import (
 from .offload import Offload, guard
 
 if TYPE_CHECKING:
+    from ..contract.protocols import Engine
     from ..plugins.registry import Component
-    from ..protocols import Engine
-    from ..weights.policy import Policy
+    from ..policy.policy import Policy
 
 SLACK = 512 << 20  # bytes beyond what wakes: fragments, and what sampling allocates
 ENGINES = ("engine weights", "KV cache")  # owners that a sleeping engine gives back, the latter always

@@ -2,15 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..protocols import Rows, Scores, Scoring
-from ..rollout.single_turn import SingleTurn
-from ..weights.gather import GatherSync
+from ..blame import asked
+from ..contract.protocols import Rollout, Rows, Run, Scores, Scoring, WeightSync
+from ..contract.types import Completion, LoadReport, Request, Sampling
 from .hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from .registry import Registry
+    from ..contract.protocols import Engine
+    from ..policy.policy import Policy
+    from .registry import Component, Registry
+
+
+class GatherSync(WeightSync):
+    """The weight sync `gather`: makes the policy's weights full tensors, layer by layer, and streams them into the
+    engine's own loader.
+
+    Each sync moves the full model (all-gathered first where it is sharded) and needs the memory of one more layer.
+    Adapters are merged out of place, so the trainer's weights stay bitwise what they were.
+
+    Args:
+        source: the component that offers the engine; errors of the engine name it.
+    """
+
+    name = "gather"
+
+    def __init__(self, policy: Policy, engine: Engine, source: Component | None = None) -> None:
+        self._policy, self._engine, self._source = policy, engine, source
+
+    def refuses(self) -> str | None:
+        """Return why the policy's weights cannot be read in full, or None."""
+        return self._policy.refuses_gather()
+
+    def sync(self) -> LoadReport:
+        """Stream all weights of the policy into the engine."""
+        return asked(self._source, self._engine, "load_weights", self._policy.full_weights())  # type: ignore[no-any-return]
+
+
+class SingleTurn(Rollout):
+    """The built-in rollout: one completion per prompt. It also serves TRL's tool loop, which calls it once per turn."""
+
+    name = "single_turn"
+    tells = True
+
+    def run(self, session: Run, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """Sample one completion per request, and return them in the order of the requests. Calls
+        `session.on_completion`, if it is set, as soon as each is finished."""
+        engine, tell = session.live_engine, session.on_completion
+        if tell is None:
+            return engine.generate(requests, sampling)
+        completions: dict[int, Completion] = {}
+        with engine.stream(sampling) as stream:
+            numbers = {stream.add(request): number for number, request in enumerate(requests)}
+            more = True
+            while more:
+                finished, more = stream.step(len(completions) < len(requests))
+                for key, completion in finished:
+                    number = numbers[key]
+                    completions[number] = completion
+                    tell(number, requests[number], completion)
+        return [completions[number] for number in range(len(requests))]
 
 
 class Padded(Scoring):

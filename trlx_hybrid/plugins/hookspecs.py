@@ -16,9 +16,8 @@ import pluggy
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..doctor import Finding
-    from ..protocols import Run
-    from ..types import Phase, SyncPlan, SyncReport, Trajectory
+    from ..contract.protocols import Run
+    from ..contract.types import Finding, Phase, SyncPlan, SyncReport, Trajectory
     from .registry import Registry
 
 PROJECT = "trlx_hybrid"

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
+from ..contract.protocols import Algorithm, Engine, EnvironmentArguments
 from ..errors import nearest
-from ..protocols import Algorithm, Engine, EnvironmentArguments
 
 OPTIONAL = {
     "Engine": {"peers_lost", "untested", "stream", "regions", "weights_written", "leave"},

@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from ..blame import asked_text, blaming
+from ..contract.conversation import Conversation
+from ..contract.protocols import Algorithm, Engine, EnvironmentArguments, Rollout, Scoring, WeightSync
+from ..contract.types import Completion, Request, Sampling
 from ..errors import ComponentError, did_you_mean, nearest
-from ..protocols import Algorithm, Engine, EnvironmentArguments, Rollout, Scoring, WeightSync
-from ..rollout.completions import wrong_completions, wrong_conversations
-from ..rollout.conversation import Conversation
-from ..types import Completion, Request, Sampling
-from .blame import asked_text, blaming
+from .completions import wrong_completions, wrong_conversations
 from .members import accepts, described, missing_members, mistaken_members
 
 Slot = Literal["engine", "weights", "rollout", "scoring", "algorithm", "environment", "server"]
@@ -172,7 +172,7 @@ factories return objects of this package's classes."""
 
 def _protocol(slot: Slot) -> type[Any]:
     if slot == "server":
-        from ..serving import ServerPlan
+        from ..contract.serving import ServerPlan
 
         return ServerPlan
     protocols = {"engine": Engine, "weights": WeightSync, "rollout": Rollout, "scoring": Scoring}

@@ -1,1 +1,1 @@
-"""Rollouts: from prompts to completions, with their seeds; conversations as data."""
+"""Rollouts: from prompts to completions, with their seeds."""

@@ -8,18 +8,18 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from ..blame import blaming
+from ..contract.types import Completion, Request, Sampling
 from ..errors import ComponentError, EngineError
-from ..plugins.blame import blaming
-from ..types import Completion, Request, Sampling
 from .seeding import RowTracker, preserved_generators, request_seed
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from ..contract.conversation import RequestMaker
+    from ..contract.protocols import Engine
+    from ..interprocess.ranks import Ranks
     from ..plugins.registry import Component
-    from ..protocols import Engine
-    from ..ranks import Ranks
-    from .conversation import RequestMaker
 
 
 class Sampler:

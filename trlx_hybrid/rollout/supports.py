@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+from ..contract.support import Support
 from ..errors import ComponentError
-from ..support import Support
 
 Turn = tuple[list[int], Support]
 """The token ids that were sampled in one turn, and their support."""

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..weights.adapters import tuned
+from ..policy.adapters import tuned
 
 DEFAULT = "default"
 """The adapter that PEFT saves in the checkpoint's folder itself; each other adapter gets a subfolder."""

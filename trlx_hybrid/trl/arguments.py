@@ -10,12 +10,12 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..blame import blaming
 from ..config import HybridConfig
+from ..contract.protocols import EnvironmentArguments
+from ..contract.types import Sampling
 from ..errors import ConfigError, did_you_mean
-from ..plugins.blame import blaming
 from ..plugins.selection import Choice, TrainerArguments
-from ..protocols import EnvironmentArguments
-from ..types import Sampling
 
 VESPO_MODES = ("token_truncate", "token_mask")
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..plugins.blame import asked, fault
+from ..blame import asked, fault
+from ..contract.protocols import Rows, Scores
 from ..plugins.registry import BUILTIN
-from ..protocols import Rows, Scores
 from .micro_batches import regrouped
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def scored(session: Session, rows: Rows, entropies: bool) -> Scores:
     if component is None:
         return scores  # type: ignore[no-any-return]
     if not isinstance(scores, Scores):
-        raise fault(component, "score", f"a {type(scores).__name__}", "a trlx_hybrid.protocols.Scores")
+        raise fault(component, "score", f"a {type(scores).__name__}", "a trlx_hybrid.contract.protocols.Scores")
     shape = (len(rows.input_ids), rows.completion_length)
     for name, needed in (("log_probs", True), ("entropies", entropies)):
         found = getattr(scores, name)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from ..config import RESUME_VARIABLE
 from ..errors import ConfigError, listed
-from ..ranks import by_first
-from ..weights.adapters import adapters_kept
+from ..interprocess.ranks import by_first
+from ..policy.adapters import adapters_kept
 from . import manifest, restart
 from .adapter_checkpoints import load_adapters, load_default, one_by_one
 from .run_identity import RunIdentity, new_identity, read_identity, write_identity

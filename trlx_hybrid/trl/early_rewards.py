@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
-from ..copies import copied
-from ..rollout.conversation import Conversation
-from ..types import Completion, Request
+from ..contract.conversation import Conversation
+from ..contract.types import Completion, Request
+from ..interprocess.copies import copied
 
 logger = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..weights.policy import layer_kinds
+from ..policy.policy import layer_kinds
 from ..weights.verify import autocast_dtype
 
 if TYPE_CHECKING:
-    from ..weights.policy import Policy
+    from ..policy.policy import Policy
 
 HOPPER, AMPERE = (989e12, 494e12, 67e12), (312e12, 156e12, 19.5e12)
 PEAK = {

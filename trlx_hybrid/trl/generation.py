@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from ..contract.types import Phase, Trajectory
 from ..errors import StaleWeightsError
-from ..types import Phase, Trajectory
 from .arguments import refuse_penalties, refuse_reserved
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import torch
 from accelerate.utils import DistributedType
 from torch import Tensor
 
-from ..protocols import Scores
+from ..contract.protocols import Scores
 
 WIDE = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 """Keys of the tensors of a micro-batch that its log-probs are computed from."""

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..contract.kept_tokens import KeptTokens
+from ..contract.support import UNSAMPLED, WORD
 from ..errors import ComponentError
-from ..kept_tokens import KeptTokens
-from ..support import UNSAMPLED, WORD
 
 TOKENS = 512
 """The number of tokens in a tile. TRL uses 4,096; here a tile needs more memory, about 16 bytes per logit in addition

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..contract.protocols import Scores
 from ..errors import ComponentError
-from ..protocols import Scores
 
 ROW = "drawn_row"
 """The key in a regrouped batch for each row's position among all rows that were drawn, (b,) int64."""

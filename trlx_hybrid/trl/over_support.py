@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..contract.kept_tokens import BOUNDS, WORDS
+from ..contract.support import Support, mask_words
 from ..errors import ComponentError, ConfigError
-from ..kept_tokens import BOUNDS, WORDS
-from ..support import Support, mask_words
 
 if TYPE_CHECKING:
+    from ..contract.types import Sampling
     from ..plugins.registry import Component
-    from ..types import Sampling
 
 FACT = "scored over"
 """The key in a recording's facts that is set where log-probs were computed over the kept ids; its value is the sampling

@@ -28,9 +28,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .. import plain_data
-from ..doctor import package_version
 from ..errors import ConfigError, HybridError, listed
+from ..interprocess import plain_data
+from ..versions import package_version
 from .over_support import FACT
 from .shape import UNMEASURED, switched_off
 from .truncation import BY_TOKEN, MASKS, rule_of

@@ -20,13 +20,13 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
-from ..weights.adapters import adapter_layers, adapters_kept, held_by, tuned
-from ..weights.policy import local
+from ..policy.adapters import adapter_layers, adapters_kept, held_by, tuned
+from ..policy.policy import local
 from ..weights.verify import PROBE_TOKENS, TOLERANCE, coarsest
 
 if TYPE_CHECKING:
-    from ..ranks import Ranks
-    from ..weights.policy import Policy
+    from ..interprocess.ranks import Ranks
+    from ..policy.policy import Policy
 
 REFERENCE = "ref"
 """The name that TRL gives to the copy of the policy's adapter."""

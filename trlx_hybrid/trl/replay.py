@@ -24,8 +24,8 @@ from transformers.trainer_utils import has_length
 
 from ..config import RESUME_VARIABLE
 from ..errors import ConfigError, listed
+from ..policy.sharded import is_sharded
 from ..rollout.seeding import preserved_generators
-from ..weights.sharded import is_sharded
 from .recording import WAY_OUT, RecordedBatch, Recording, compared, facts_of, refuse_foreign
 from .scoring import NUMBER, Deferred
 

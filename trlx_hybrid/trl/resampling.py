@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ..algorithms import groups_of
-from ..copies import copied
-from ..protocols import Groups
+from ..contract.protocols import Groups
+from ..interprocess.copies import copied
 from ..rollout.rounds import batch_of, rows_per_rank
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from . import file_formats, manifest
 from .run_identity import RunIdentity, new_identity, read_identity, write_identity
 
 if TYPE_CHECKING:
-    from ..ranks import Ranks
+    from ..interprocess.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 

@@ -28,24 +28,24 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from ..blame import called_back
+from ..contract.kept_tokens import BOUNDS, WORDS, KeptTokens, tensors_of
+from ..contract.protocols import Rows, Scores
 from ..errors import ComponentError, ConfigError, StaleWeightsError
-from ..kept_tokens import BOUNDS, WORDS, KeptTokens, tensors_of
-from ..plugins.blame import called_back
-from ..protocols import Rows, Scores
-from ..weights.policy import transformers_model
+from ..policy.policy import transformers_model
+from ..routing import DIFFERENCE, EXPERTS, aligned, experts_of
 from ..weights.verify import noise
 from . import asked_scoring, micro_batches, over_support, shape
 from .joined import WIDE, JoinedPass, joinable, tokens_of
 from .kept_log_probs import scoring_over
 from .reference import activate_copies
-from .routing import DIFFERENCE, EXPERTS, aligned, experts_of
 from .unscored import UNSCORED, left_out, unscored
 
 if TYPE_CHECKING:
+    from ..contract.support import Support
+    from ..contract.types import Sampling
     from ..plugins.host import PluginInfo
     from ..session import Session
-    from ..support import Support
-    from ..types import Sampling
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kept_tokens import BOUNDS, WORDS
+from ..contract.kept_tokens import BOUNDS, WORDS
+from ..routing import EXPERTS
 from ..weights.verify import disagreement
-from .routing import EXPERTS
 
 EVERY = 250
 """The number of optimizer steps from one step with a measurement to the next. The first step is measured."""

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from ..answers import Answers
+from ..contract.conversation import Conversation, Dialogue, Limits
+from ..contract.types import Completion
+from ..episodes.answers import Answers
+from ..episodes.tokenizer import own_tokenizer
+from ..episodes.unparsed import UNPARSED, ParsingTokenizer
 from ..errors import ConfigError
-from ..rollout.conversation import Conversation, Dialogue, Limits
-from ..rollout.tokenizer import own_tokenizer
-from ..rollout.unparsed import UNPARSED, ParsingTokenizer
-from ..types import Completion
-from ..weights.sharded import is_sharded
+from ..policy.sharded import is_sharded
 
 
 def dialogues(

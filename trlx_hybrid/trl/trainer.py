@@ -29,20 +29,21 @@ from trl.distributed import DistributedBackend
 from trl.extras.profiling import profiling_context
 from trl.models.utils import disable_gradient_checkpointing
 
+from .. import routing
 from ..config import HybridConfig
-from ..copies import copied
+from ..episodes.unparsed import UnparsedTurns
 from ..errors import ConfigError, PluginError
+from ..interprocess.copies import copied
+from ..interprocess.ranks import Ranks
 from ..plugins.host import Host, check_ranks_agree
 from ..plugins.selection import TrainerArguments, choose_algorithms, choose_environment, select
-from ..ranks import Ranks
-from ..rollout.unparsed import UnparsedTurns
+from ..policy.adapters import adapters_kept
+from ..policy.first_step import FirstStep, refuse_idle
+from ..policy.policy import Policy, transformers_model
+from ..policy.positions import Positions
 from ..session import Session
-from ..weights.adapters import adapters_kept
-from ..weights.first_step import FirstStep, refuse_idle
-from ..weights.policy import Policy, transformers_model
-from ..weights.positions import Positions
 from ..weights.verify import autocast_dtype
-from . import resampling, routing, tool_calling, trl_rewards
+from . import resampling, tool_calling, trl_rewards
 from .arguments import (
     check_skipped,
     environment_arguments,

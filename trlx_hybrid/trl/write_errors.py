@@ -14,7 +14,7 @@ from ..errors import ConfigError, HybridError
 from . import restart
 
 if TYPE_CHECKING:
-    from ..ranks import Ranks
+    from ..interprocess.ranks import Ranks
 
 
 class WriteErrors:

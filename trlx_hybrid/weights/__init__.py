@@ -1,1 +1,1 @@
-"""The policy's weights: how the engine gets them, and the check that it has them."""
+"""Weights on their way to the engine: versions, the choice of a weight sync, and the proof that a sync worked."""

@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..blame import asked, asked_text, fault
+from ..contract.types import LoadReport, SyncPlan, SyncReport
 from ..errors import ComponentError, PolicyError, SyncError
-from ..plugins.blame import asked, asked_text, fault
 from ..rollout.seeding import preserved_generators
-from ..types import LoadReport, SyncPlan, SyncReport
 from . import verify
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ..config import HybridConfig
+    from ..contract.protocols import Engine, WeightSync
+    from ..contract.types import Sampling
+    from ..interprocess.ranks import Ranks
     from ..memory.trainer_memory import TrainerMemory
     from ..plugins.registry import Component
     from ..plugins.selection import Choice, Selection
-    from ..protocols import Engine, WeightSync
-    from ..ranks import Ranks
-    from ..types import Sampling
-    from .policy import Policy
+    from ..policy.policy import Policy
 
 logger = logging.getLogger(__name__)
 

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..blame import asked, fault
+from ..contract.types import Completion, Request, Sampling
 from ..errors import PolicyError, SyncError, listed
-from ..plugins.blame import asked, fault
-from ..types import Completion, Request, Sampling
-from .policy import modules_of
+from ..policy.policy import modules_of
 
 if TYPE_CHECKING:
+    from ..contract.protocols import Engine
     from ..plugins.registry import Component
-    from ..protocols import Engine
-    from .policy import Policy
+    from ..policy.policy import Policy
 
 PROBE_TOKENS = 8
 SAMPLED_TENSORS = 8

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from transformers import TrainerCallback
 from trlx_hybrid import GRPOTrainer, hookimpl
+from trlx_hybrid.contract.protocols import Algorithm, Groups
 from trlx_hybrid.errors import ComponentError, ConfigError
-from trlx_hybrid.protocols import Algorithm, Groups
 from trlx_hybrid.testing.conformance import check_algorithm
 from trlx_hybrid_algorithms.advantages import LeaveOneOut, OptimalBaseline, PassAtK
 from trlx_hybrid_algorithms.curriculum import Curriculum

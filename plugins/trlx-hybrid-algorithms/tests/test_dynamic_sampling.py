@@ -8,8 +8,8 @@ import pytest
 import torch
 from datasets import Dataset
 from trlx_hybrid import GRPOTrainer, RLOOTrainer, hookimpl
+from trlx_hybrid.contract.protocols import Algorithm
 from trlx_hybrid.errors import ComponentError, ConfigError
-from trlx_hybrid.protocols import Algorithm
 from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
 from trlx_hybrid.testing.models import sorting_prompts
 from trlx_hybrid_multiturn.environment import Step

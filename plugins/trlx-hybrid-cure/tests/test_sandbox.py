@@ -8,7 +8,7 @@ import time
 
 import psutil
 import pytest
-from trlx_hybrid.doctor import Finding
+from trlx_hybrid.contract.types import Finding
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid_cure import plugin, sandbox
 from trlx_hybrid_cure.sandbox import WALLS, ProgramTests, Sandbox, SandboxError, missing, run_jobs

@@ -13,8 +13,8 @@ import pytest
 import websockets
 from hypothesis import given
 from hypothesis import strategies as st
+from trlx_hybrid.contract.conversation import opening
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid.rollout.conversation import opening
 from trlx_hybrid_multiturn import Step
 from trlx_hybrid_multiturn.adapters.connection import Connection, ServerError
 from trlx_hybrid_multiturn.adapters.openenv import action_field, from_openenv, observation_field

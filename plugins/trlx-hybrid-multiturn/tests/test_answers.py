@@ -15,7 +15,7 @@ from trl.chat_template_utils import (
     is_chat_template_prefix_preserving,
     supports_tool_calling,
 )
-from trlx_hybrid.rollout.conversation import Conversation, Dialogue
+from trlx_hybrid.contract.conversation import Conversation, Dialogue
 from trlx_hybrid.trl.tool_calling import observer
 from trlx_hybrid_multiturn.loop import Loop
 from trlx_hybrid_multiturn.options import MultiTurnOptions

@@ -6,8 +6,8 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from trlx_hybrid.contract.types import Completion, Request
 from trlx_hybrid.errors import EngineError
-from trlx_hybrid.types import Completion, Request
 from trlx_hybrid_multiturn import loop as loop_module
 from trlx_hybrid_multiturn.loop import CallTool, Generate, Loop, Outcome, OutOfTimeError
 

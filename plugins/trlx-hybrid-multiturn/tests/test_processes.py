@@ -19,8 +19,8 @@ import time
 
 import psutil
 import pytest
-from trlx_hybrid.answers import UnshowableError
-from trlx_hybrid.remote_errors import RemoteError
+from trlx_hybrid.episodes.answers import UnshowableError
+from trlx_hybrid.interprocess.remote_errors import RemoteError
 from trlx_hybrid_multiturn.options import MultiTurnOptions
 from trlx_hybrid_multiturn.tools.processes import ProcessWorkers
 from trlx_hybrid_multiturn.tools.threads import ToolsUnavailableError

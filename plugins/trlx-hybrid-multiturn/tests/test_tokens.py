@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from trl.chat_template_utils import get_training_chat_template
+from trlx_hybrid.episodes.tokenizer import own_tokenizer
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid.rollout.tokenizer import own_tokenizer
 from trlx_hybrid.testing.chat import chat_tokenizer, text_processor
 from trlx_hybrid_multiturn.tokens import TemplateTokens, preserving_tokens
 

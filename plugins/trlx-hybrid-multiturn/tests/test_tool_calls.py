@@ -19,9 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 import trl
+from trlx_hybrid.contract.conversation import Conversation, Dialogue, Limits
+from trlx_hybrid.contract.types import Completion
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid.rollout.conversation import Conversation, Dialogue, Limits
-from trlx_hybrid.types import Completion
 from trlx_hybrid_multiturn.environment import CheckedEnvironment, Step
 from trlx_hybrid_multiturn.episode import ToolEpisode
 from trlx_hybrid_multiturn.loop import Loop, OutOfTimeError

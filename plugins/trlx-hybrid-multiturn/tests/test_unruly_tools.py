@@ -261,7 +261,7 @@ def test_a_class_of_the_trainers_is_no_answer(shared):  # noqa: F811
 
 def test_a_class_of_the_trainers_cannot_be_named_in_an_answer(start):  # noqa: F811
     def forge():
-        from trlx_hybrid import plain_data
+        from trlx_hybrid.interprocess import plain_data
 
         body = b'[{"@": "dataclass", "class": "trlx_hybrid.config:HybridConfig", "fields": {"engine": "another"}}]'
         plain_data.dumps = lambda *args, **kwargs: body

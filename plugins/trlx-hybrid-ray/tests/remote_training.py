@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer
+from trlx_hybrid.contract.types import Request
 from trlx_hybrid.testing.models import character_tokenizer, sorting_prompts, tiny_model
-from trlx_hybrid.types import Request
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -194,6 +194,6 @@ def test_a_busy_host_has_longer_to_start_a_cluster(home, disconnected, monkeypat
             pass
         monkeypatch.setattr(os, "getloadavg", lambda: (1e9, 0.0, 0.0))
         # This host may be busy, too.
-        monkeypatch.setattr("trlx_hybrid.deadline.BUSIEST", 200.0)
+        monkeypatch.setattr("trlx_hybrid.interprocess.deadline.BUSIEST", 200.0)
         with connect(cpus=1, namespace="slow") as found:
             assert found.address

@@ -173,7 +173,16 @@ def test_an_editor_attaches_and_continues(where, marker, result, environment):
 @pytest.mark.slow
 def test_a_launched_rank_that_fails_is_looked_at_where_it_failed(environment, tmp_path):
     (tmp_path / "train.py").write_text("def train():\n    marker = 70\n    raise ValueError('no reward')\ntrain()\n")
-    launch = [sys.executable, "-m", "trlx_hybrid.cli", "launch", "--cpu", "--processes-per-node", "1", "--debug"]
+    launch = [
+        sys.executable,
+        "-m",
+        "trlx_hybrid",
+        "launch",
+        "--cpu",
+        "--processes-per-node",
+        "1",
+        "--debug",
+    ]
     run = Terminal([*launch, str(tmp_path / "train.py")], environment | {"RAY_DEBUG": "legacy"})
     with looked_at(run, environment, 70):
         run.until(r"Rank 0 failed first .* ValueError: no reward")

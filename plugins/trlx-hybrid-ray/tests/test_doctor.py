@@ -4,7 +4,7 @@ import argparse
 from dataclasses import replace
 
 import pytest
-from trlx_hybrid.cli import main
+from trlx_hybrid.commands.main import main
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid_ray import doctor
 from trlx_hybrid_ray.doctor import Facts, differences, shortages, steps, tensor_parallel

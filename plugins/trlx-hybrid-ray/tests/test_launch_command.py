@@ -3,7 +3,7 @@
 import argparse
 
 import pytest
-from trlx_hybrid.cli import main
+from trlx_hybrid.commands.main import main
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid_ray.launch import add_command, job_of
 

@@ -16,7 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import OBEDIENT, Segments, nothing_left, shells_environment
 
-LAUNCH = [sys.executable, "-m", "trlx_hybrid.cli", "launch"]
+LAUNCH = [sys.executable, "-m", "trlx_hybrid", "launch"]
 COMMAND = [*LAUNCH, "--cpu"]
 
 
@@ -269,9 +269,7 @@ def jobs(fresh_cluster, tmp_path):
                 time.sleep(1)
 
         def submit(*options, what):
-            entry = (
-                f"{sys.executable} -m trlx_hybrid.cli launch --cpu --processes-per-node 2 train.py {what} {tmp_path}"
-            )
+            entry = f"{sys.executable} -m trlx_hybrid launch --cpu --processes-per-node 2 train.py {what} {tmp_path}"
             return job("submit", "--working-dir", str(source), *options, "--", *entry.split())
 
         yield job, submit

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from trlx_hybrid import HybridConfig
+from trlx_hybrid.contract.types import Request, Sampling
 from trlx_hybrid.errors import EngineError, SyncError
 from trlx_hybrid.testing.models import tiny_model
-from trlx_hybrid.types import Request, Sampling
 
 sys.path.insert(0, str(Path(__file__).parent))
 from remote_training import STEPS, Trained, gone, pids, requests_of, tokens

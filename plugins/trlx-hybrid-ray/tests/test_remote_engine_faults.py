@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 from trlx_hybrid import HybridConfig
+from trlx_hybrid.contract.types import Sampling
 from trlx_hybrid.errors import EngineError
-from trlx_hybrid.types import Sampling
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import Segments

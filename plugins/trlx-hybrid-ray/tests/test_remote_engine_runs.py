@@ -14,8 +14,8 @@ import pytest
 import trlx_hybrid
 from datasets import Dataset
 from trlx_hybrid import HybridConfig
+from trlx_hybrid.contract.types import Sampling
 from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
-from trlx_hybrid.types import Sampling
 from trlx_hybrid_ray.reaper import OWNER_VARIABLE
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -158,7 +158,7 @@ def _kill(pid):
 
 def launch(host, *words, **options):
     head = ["--address", f"{ADDRESSES[0]}:{PORT}", "--nodes", 2, "--cpu", "--processes-per-node", 2]
-    return host.run(sys.executable, "-m", "trlx_hybrid.cli", "launch", *head, *words, cwd="/", **options)
+    return host.run(sys.executable, "-m", "trlx_hybrid", "launch", *head, *words, cwd="/", **options)
 
 
 def test_ranks_of_two_hosts_meet(hosts, tmp_path):
@@ -178,7 +178,7 @@ def test_a_script_that_only_one_host_has_is_refused_by_the_other(hosts):
     assert hosts[0].run("sh", "-c", f"echo 'print(1)' > {disk}/train.py").returncode == 0
     done = hosts[0].run(
         "sh", "-c",
-        f"cd {disk} && exec {sys.executable} -m trlx_hybrid.cli launch --address {ADDRESSES[0]}:{PORT} --nodes 2 "
+        f"cd {disk} && exec {sys.executable} -m trlx_hybrid launch --address {ADDRESSES[0]}:{PORT} --nodes 2 "
         "--cpu --processes-per-node 1 train.py",
     )  # fmt: skip
     assert done.returncode == 1
@@ -257,7 +257,7 @@ def test_a_head_behind_a_firewall_is_told_at_once(hosts):
     started = time.monotonic()
     with hosts[0].blocked(PORT + 1):
         done = hosts[1].run(
-            sys.executable, "-m", "trlx_hybrid.cli", "launch", "--address", f"{ADDRESSES[0]}:{PORT + 1}", "--nodes", 2,
+            sys.executable, "-m", "trlx_hybrid", "launch", "--address", f"{ADDRESSES[0]}:{PORT + 1}", "--nodes", 2,
             "--cpu", "--processes-per-node", 1, OBEDIENT, "wait", hosts[0].disk,
         )  # fmt: skip
     assert done.returncode == 1
@@ -304,7 +304,7 @@ def test_a_cable_that_is_cut_is_a_node_that_says_nothing(hosts, tmp_path):
     """Last: the cluster does not recover from it."""
     process = subprocess.Popen(
         hosts[0].command(
-            sys.executable, "-m", "trlx_hybrid.cli", "launch", "--address", f"{ADDRESSES[0]}:{PORT}", "--nodes", "2",
+            sys.executable, "-m", "trlx_hybrid", "launch", "--address", f"{ADDRESSES[0]}:{PORT}", "--nodes", "2",
             "--cpu", "--processes-per-node", "1", OBEDIENT, "wait", tmp_path,
         ),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=hosts[0].variables, cwd="/",

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import torch
 from torch import nn
+from trlx_hybrid.contract.protocols import Region, Regions
 from trlx_hybrid.errors import EngineError
-from trlx_hybrid.protocols import Region, Regions
-from trlx_hybrid.weights.policy import Policy
+from trlx_hybrid.policy.policy import Policy
 from trlx_hybrid_reshard.options import ReshardOptions
 from trlx_hybrid_reshard.sync import ReshardSync
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from trlx_hybrid.errors import SyncError
+from trlx_hybrid.policy.policy import Policy
 from trlx_hybrid.testing.models import tiny_model
-from trlx_hybrid.weights.policy import Policy
 from trlx_hybrid_reshard.shards import Shards
 
 NORM = "model.norm.weight"

@@ -7,8 +7,8 @@ import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
 from trlx_hybrid import hookimpl
-from trlx_hybrid.protocols import Engine
-from trlx_hybrid.types import Completion, LoadReport
+from trlx_hybrid.contract.protocols import Engine
+from trlx_hybrid.contract.types import Completion, LoadReport
 
 EOS, FIRST, LAST = 1, 3, 97
 STEPS = {

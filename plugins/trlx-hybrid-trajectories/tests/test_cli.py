@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from trlx_hybrid.contract.types import Trajectory
 from trlx_hybrid.errors import HybridError
 from trlx_hybrid.testing.models import character_tokenizer
-from trlx_hybrid.types import Trajectory
 from trlx_hybrid_trajectories.cli import add_command
 from trlx_hybrid_trajectories.record import append
 
@@ -85,7 +85,7 @@ def test_the_command_names_a_missing_file(command, tmp_path):
 
 
 def test_the_command_survives_a_reader_that_leaves(command, tmp_path):
-    script = "import sys; sys.stdin.read(); from trlx_hybrid.cli import main; sys.exit(main())"
+    script = "import sys; sys.stdin.read(); from trlx_hybrid.commands.main import main; sys.exit(main())"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(
         [sys.executable, "-c", script, "trajectories", str(tmp_path / "t.jsonl")],

@@ -9,9 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from trlx_hybrid.contract.types import Trajectory
 from trlx_hybrid.errors import HybridError
 from trlx_hybrid.testing.models import character_tokenizer
-from trlx_hybrid.types import Trajectory
 from trlx_hybrid_trajectories.record import RecordError, TokenTexts, append, read
 
 

@@ -7,9 +7,9 @@ import re
 
 import pytest
 import trlx_hybrid
+from trlx_hybrid.contract.types import Trajectory
 from trlx_hybrid.errors import HybridError
 from trlx_hybrid.testing.models import character_tokenizer
-from trlx_hybrid.types import Trajectory
 from trlx_hybrid_trajectories.choice import TOKENS, choose
 from trlx_hybrid_trajectories.cli import add_report
 from trlx_hybrid_trajectories.curves import curves
@@ -78,7 +78,7 @@ def test_the_page_of_a_run_has_its_figures(run, tmp_path):
         (step, pytest.approx(moved, rel=1e-4)) for step, moved in enumerate(sent)
     ]
     held = trainer.session.held_bytes
-    assert held.keys() == set(trlx_hybrid.types.Phase)
+    assert held.keys() == set(trlx_hybrid.contract.types.Phase)
     for phase, owners in held.items():
         policy = page.chart(f"MiB in {phase.value}, rank 0")["policy"]
         assert policy[-1] == (2, pytest.approx(owners["policy"] / 2**20, rel=1e-4))

@@ -1,7 +1,7 @@
 """Components that leave out what an engine says of each token beside its log-prob: its support, or its experts."""
 
+from trlx_hybrid.contract.protocols import Rollout, Scoring
 from trlx_hybrid.plugins.hookspecs import hookimpl
-from trlx_hybrid.protocols import Rollout, Scoring
 
 
 class Forgetful(Rollout):

@@ -12,10 +12,10 @@ import trl
 import trlx_hybrid
 import vllm
 from trlx_hybrid import hookimpl
+from trlx_hybrid.contract.types import Phase, Request, Sampling
 from trlx_hybrid.errors import ConfigError, EngineError, StaleWeightsError
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.testing.processes import Script
-from trlx_hybrid.types import Phase, Request, Sampling
 from trlx_hybrid_vllm import internals, versions
 from trlx_hybrid_vllm.arguments import serves_scheduler, shared_arguments
 from trlx_hybrid_vllm.options import VLLMOptions

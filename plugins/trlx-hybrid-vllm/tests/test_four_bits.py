@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainerCallba
 from trlx_hybrid import hookimpl
 from trlx_hybrid.errors import ComponentError
 from trlx_hybrid.memory.ledger import parameter_sizes
+from trlx_hybrid.policy import quantised
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
-from trlx_hybrid.weights import quantised
 
 from tests.support.agreement import gap
 

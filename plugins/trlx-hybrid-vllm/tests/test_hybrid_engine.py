@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator, load_checkpoint_in_model
 from safetensors import safe_open
 from trlx_hybrid import HybridConfig, HybridEngine, hookimpl
+from trlx_hybrid.contract.types import Phase, Sampling
 from trlx_hybrid.errors import (
     ComponentError,
     ConfigError,
@@ -21,7 +22,6 @@ from trlx_hybrid.errors import (
     SyncError,
 )
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
-from trlx_hybrid.types import Phase, Sampling
 from trlx_hybrid_vllm import internals
 from vllm import SamplingParams
 

@@ -6,10 +6,10 @@ import trlx_hybrid
 from peft import LoraConfig
 from trl import GRPOConfig
 from trlx_hybrid import HybridConfig, HybridEngine, hookimpl
+from trlx_hybrid.contract.types import Sampling
 from trlx_hybrid.errors import EngineError
 from trlx_hybrid.testing.models import tiny_grpo
 from trlx_hybrid.testing.vision import MARKS, PATCHES, tiny_vision_model
-from trlx_hybrid.types import Sampling
 
 from tests.support.vision import counted_squares, picture
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from trlx_hybrid.errors import SyncError
+from trlx_hybrid.policy.policy import Policy
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
-from trlx_hybrid.weights.policy import Policy
 from trlx_hybrid_vllm import internals
 from trlx_hybrid_vllm.adapted_linear import Joined, adapters_under_weights, beside_slots
 from trlx_hybrid_vllm.arguments import write_without_weights

@@ -7,9 +7,9 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, MinLengthLogitsProcessor
 from trlx_hybrid import HybridEngine
 from trlx_hybrid.errors import ConfigError, EngineError
-from trlx_hybrid.rollout.model_generate import generate, served_generate
+from trlx_hybrid.own_loop.model_generate import generate, served_generate
+from trlx_hybrid.policy.policy import Policy
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
-from trlx_hybrid.weights.policy import Policy
 
 PROMPTS = [[5, 6, 7, 40], list(range(10, 23)), [90]]
 WIDTH = 13

@@ -10,9 +10,9 @@ import trl
 import trlx_hybrid
 from transformers import AutoConfig, AutoModelForImageTextToText
 from trlx_hybrid.errors import ComponentError, ConfigError
+from trlx_hybrid.routing import DIFFERENCE, EXPERTS, ROUTERS, RouterReplay, aligned, routers_of
 from trlx_hybrid.testing.chat import chat_tokenizer
 from trlx_hybrid.testing.models import tiny_model
-from trlx_hybrid.trl.routing import DIFFERENCE, EXPERTS, ROUTERS, RouterReplay, aligned, routers_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 from dropping import Offers

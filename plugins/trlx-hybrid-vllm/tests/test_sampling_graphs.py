@@ -13,7 +13,7 @@ vllm.triton_utils.HAS_TRITON = True
 os.environ |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
-from trlx_hybrid.types import Request, Sampling
+from trlx_hybrid.contract.types import Request, Sampling
 from trlx_hybrid_vllm import internals, sampling_graphs, token_logprobs
 from trlx_hybrid_vllm.engine import shut_down
 from trlx_hybrid_vllm.rendezvous import launcher_environment

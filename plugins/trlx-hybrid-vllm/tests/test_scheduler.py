@@ -4,8 +4,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from trlx_hybrid.contract.types import Request
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
-from trlx_hybrid.types import Request
 from trlx_hybrid_vllm import internals
 from trlx_hybrid_vllm.engine import shut_down
 from trlx_hybrid_vllm.rendezvous import launcher_environment

@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trlx_hybrid.contract.serving import ServerDiedError
 from trlx_hybrid.errors import ConfigError, EngineError, SyncError
 from trlx_hybrid.plugins.selection import Choice, Selection
-from trlx_hybrid.serving import ServerDiedError
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid_vllm.options import TransferOptions
 from trlx_hybrid_vllm.server.gloo import in_threads, messages, packed, unpacked
@@ -224,7 +224,7 @@ def test_an_error_of_one_end_does_not_wait_for_the_other():
 
 
 def test_a_source_reads_what_is_left_of_a_pass():
-    from trlx_hybrid.weights.policy import Policy
+    from trlx_hybrid.policy.policy import Policy
     from trlx_hybrid_vllm.server.gloo import metadata_of
     from trlx_hybrid_vllm.server.sender import PolicySource
 

@@ -6,9 +6,9 @@ import random
 import numpy as np
 import pytest
 import torch
+from trlx_hybrid.contract.types import Request, Sampling
 from trlx_hybrid.errors import EngineError
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
-from trlx_hybrid.types import Request, Sampling
 from trlx_hybrid_vllm import internals
 from trlx_hybrid_vllm.engine import shut_down
 from trlx_hybrid_vllm.rendezvous import launcher_environment

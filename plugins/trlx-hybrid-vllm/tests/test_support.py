@@ -46,7 +46,7 @@ def sampled_batch(trainer):
 
 def oracle(model, batch, temperature):
     """(log-probs over the kept ids, logarithms of their share), (B, C) float64, from dense logits."""
-    from trlx_hybrid.support import Support
+    from trlx_hybrid.contract.support import Support
 
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from trlx_hybrid import HybridConfig, HybridEngine
+from trlx_hybrid.contract.types import Sampling
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
-from trlx_hybrid.types import Sampling
 
 LONG = list(range(20, 60))  # longer than a block, so that its prefix is cached
 

@@ -7,11 +7,11 @@ from peft import LoraConfig, get_peft_model
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import TrainerCallback
 from trlx_hybrid import HybridEngine, hookimpl
+from trlx_hybrid.contract.protocols import WeightSync
+from trlx_hybrid.contract.types import Request, Sampling
 from trlx_hybrid.errors import ConfigError, EngineError, StaleWeightsError, SyncError
-from trlx_hybrid.protocols import WeightSync
 from trlx_hybrid.rollout.seeding import request_seed
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
-from trlx_hybrid.types import Request, Sampling
 from trlx_hybrid_vllm import internals
 from trlx_hybrid_vllm.loader import WeightLoader
 

@@ -10,7 +10,7 @@ import sys
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trlx_hybrid import HybridEngine
-from trlx_hybrid.types import Request, Sampling
+from trlx_hybrid.contract.types import Request, Sampling
 
 path, sleep, graphs, count = sys.argv[1], sys.argv[2] == "sleep", sys.argv[3] == "graphs", int(sys.argv[4])
 tokenizer = AutoTokenizer.from_pretrained(path)

@@ -15,7 +15,7 @@ from .findings import ConformanceError, require
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ...ranks import Ranks
+    from ...interprocess.ranks import Ranks
 
 GROUPS = 2
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ...algorithms import Algorithms
+from ...contract.protocols import Groups, Scores
 from ...errors import ComponentError
-from ...protocols import Groups, Scores
 from .findings import ConformanceError, require
 
 ROWS = 64  # rows of the dataset from which prompts are drawn

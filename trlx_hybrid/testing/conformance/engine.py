@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...contract.types import Completion, Request, Sampling
 from ...memory.ledger import storages
-from ...types import Completion, Request, Sampling
 from ...weights.verify import allowed_gap
 from .findings import ConformanceError, require, require_completions, require_log_probs
 from .runs import TOKENS, as_it_is, change, requests, run_with, with_a_trainers_forward
 
 if TYPE_CHECKING:
+    from ...policy.policy import Policy
     from ...session import Session
-    from ...weights.policy import Policy
 
 STREAM_SECONDS = 60.0
 
@@ -39,7 +39,7 @@ def check_engine(
         model, tokenizer: the model to serve, and its tokenizer; by default a tiny Qwen3 and a tokenizer of characters.
 
     Raises:
-        ConformanceError: the engine does something else than the protocol `trlx_hybrid.protocols.Engine` says.
+        ConformanceError: the engine does something else than the protocol `trlx_hybrid.contract.protocols.Engine` says.
     """
     config: dict[str, Any] = {"engine": name, "engine_options": dict(options or {}), "weights": "gather"}
     with run_with(plugins=plugins, model=model, tokenizer=tokenizer, **config) as run:

@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...environments import wrong_observation, wrong_step
+from ...commands.environments import wrong_observation, wrong_step
 from .findings import ConformanceError, require
 
 TURNS = 100

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ...types import Completion, Request
+from ...contract.types import Completion, Request
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ...weights.policy import Policy
+    from ...policy.policy import Policy
 
 
 class ConformanceError(AssertionError):
@@ -46,7 +46,7 @@ def require_completions(found: object, requests: Sequence[Request], of: str) -> 
     require(
         isinstance(found, list) and all(isinstance(one, Completion) for one in found),
         f"{of} returned a {type(found).__name__} that is no list of completions.",
-        "Return a list of trlx_hybrid.types.Completion.",
+        "Return a list of trlx_hybrid.contract.types.Completion.",
     )
     assert isinstance(found, list)
     require(

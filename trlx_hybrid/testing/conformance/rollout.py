@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...contract.conversation import Dialogue, Limits
+from ...contract.types import Completion, Request
 from ...errors import ComponentError
-from ...rollout.conversation import Dialogue, Limits
-from ...types import Completion, Request
 from ...weights.verify import allowed_gap
 from .findings import ConformanceError, require, require_completions, require_log_probs
 from .runs import PROMPTS, run_with
 
 if TYPE_CHECKING:
-    from ...rollout.conversation import Conversation, Message
+    from ...contract.conversation import Conversation, Message
     from ...session import Session
 
 OBSERVED = [70, 71, 72, 73, 74]
@@ -46,7 +46,7 @@ def check_rollout(
             characters.
 
     Raises:
-        ConformanceError: the rollout does something else than the protocol `trlx_hybrid.protocols.Rollout` says.
+        ConformanceError: the rollout does something else than `trlx_hybrid.contract.protocols.Rollout` says.
     """
     config: dict[str, Any] = {"engine": engine, "engine_options": dict(engine_options or {})}
     config |= {"rollout": name, "rollout_options": dict(options or {}) or None}

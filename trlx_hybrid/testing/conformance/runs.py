@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ...types import Request
-from ...weights.policy import Policy
+from ...contract.types import Request
+from ...policy.policy import Policy
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from ...hybrid_engine import HybridEngine
+    from ...own_loop.hybrid_engine import HybridEngine
 
 TOKENS = 8
 """The maximal length of a completion, in tokens."""
@@ -38,7 +38,7 @@ def run_with(
         config: fields of `HybridConfig`.
     """
     from ...config import HybridConfig
-    from ...hybrid_engine import HybridEngine
+    from ...own_loop.hybrid_engine import HybridEngine
     from ..models import character_tokenizer, tiny_model
 
     run = HybridEngine(

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...protocols import Rows, Scores, Scoring
-from ...weights.policy import evaluating
+from ...contract.protocols import Rows, Scores, Scoring
+from ...policy.policy import evaluating
 from ...weights.verify import TOLERANCE, autocast_dtype, coarsest
 from .findings import ConformanceError, require
 
@@ -44,7 +44,7 @@ def check_scoring(trainer: Any) -> None:
 
     Raises:
         ConformanceError: the scores are not the model's, or the scoring does something else than
-            `trlx_hybrid.protocols.Scoring` says.
+            `trlx_hybrid.contract.protocols.Scoring` says.
     """
     session = trainer.session
     require(

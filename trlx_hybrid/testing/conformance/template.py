@@ -10,7 +10,7 @@ from .findings import ConformanceError, require
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-    from ...rollout.conversation import Message
+    from ...contract.conversation import Message
 
 ASKED: Message = {"role": "user", "content": "what is it?"}
 SAID: Message = {"role": "assistant", "content": "a word I said"}

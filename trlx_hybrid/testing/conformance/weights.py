@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...contract.protocols import WeightSync
+from ...contract.types import Sampling
 from ...errors import SyncError
-from ...protocols import WeightSync
-from ...types import Sampling
 from ...weights.verify import allowed_gap
 from .findings import ConformanceError, require, require_completions, require_log_probs
 from .runs import TOKENS, as_it_is, change, requests, run_with
 
 if TYPE_CHECKING:
-    from ...hybrid_engine import HybridEngine
+    from ...own_loop.hybrid_engine import HybridEngine
     from ...session import Session
 
 
@@ -41,7 +41,7 @@ def check_weights(
             of characters. Pass a PEFT model for a weight sync that serves adapters.
 
     Raises:
-        ConformanceError: the weight sync does something else than the protocol `trlx_hybrid.protocols.WeightSync` says.
+        ConformanceError: the weight sync does something else than `trlx_hybrid.contract.protocols.WeightSync` says.
     """
     config: dict[str, Any] = {"engine": engine, "engine_options": dict(engine_options or {}), "verify_every": 1}
     config |= {"weights": name, "weights_options": dict(options or {}) or None}

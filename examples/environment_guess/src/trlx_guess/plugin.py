@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from trlx_hybrid import hookimpl
-from trlx_hybrid.protocols import EnvironmentArguments
+from trlx_hybrid.contract.protocols import EnvironmentArguments
 
 
 @dataclass(frozen=True, kw_only=True)

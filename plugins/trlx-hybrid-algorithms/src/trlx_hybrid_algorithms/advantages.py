@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from trlx_hybrid.protocols import Algorithm, Groups
+from trlx_hybrid.contract.protocols import Algorithm, Groups
 
 
 class LeaveOneOut(Algorithm):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from trlx_hybrid.protocols import Algorithm, Groups
+from trlx_hybrid.contract.protocols import Algorithm, Groups
 from trlx_hybrid.rollout.seeding import request_seed
 
 from .options import CurriculumOptions

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torch import Tensor
-from trlx_hybrid.protocols import Algorithm, Scores
+from trlx_hybrid.contract.protocols import Algorithm, Scores
 
 from .options import PositiveNllOptions
 

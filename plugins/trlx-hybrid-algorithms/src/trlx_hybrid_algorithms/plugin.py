@@ -12,8 +12,8 @@ from trlx_hybrid.plugins.hookspecs import hookimpl
 from .options import CurriculumOptions, DynamicSamplingOptions, LengthRewardOptions, PositiveNllOptions
 
 if TYPE_CHECKING:
+    from trlx_hybrid.contract.protocols import Algorithm, Run
     from trlx_hybrid.plugins.registry import Registry
-    from trlx_hybrid.protocols import Algorithm, Run
 
 
 def _dynamic_sampling(session: Run, options: DynamicSamplingOptions) -> Algorithm:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
-from trlx_hybrid.protocols import Algorithm, Groups
+from trlx_hybrid.contract.protocols import Algorithm, Groups
 
 from .options import LengthRewardOptions
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trlx_hybrid.contract.protocols import Algorithm, Groups
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid.protocols import Algorithm, Groups
 
 from .options import DynamicSamplingOptions
 

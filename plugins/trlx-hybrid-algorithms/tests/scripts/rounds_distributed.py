@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer, hookimpl
-from trlx_hybrid.protocols import Algorithm
+from trlx_hybrid.contract.protocols import Algorithm
 from trlx_hybrid.testing.models import character_tokenizer, sorting_prompts, tiny_grpo, tiny_model
 
 ROWS = 12  # of a batch: three groups, the second of which lies on two ranks

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate import PartialState
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid.ranks import gathered
+from trlx_hybrid.interprocess.ranks import gathered
 from trlx_hybrid.speakers import SPEAKER, TASK, BatchByTask, by_task, with_speakers
 
 from .sandbox import ProgramTests, Sandbox, SandboxError

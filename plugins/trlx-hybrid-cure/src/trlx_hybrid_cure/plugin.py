@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 from trlx_hybrid.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from trlx_hybrid.doctor import Finding
+    from trlx_hybrid.contract.types import Finding
 
 
 @hookimpl
 def trlx_doctor(options: Any) -> list[Finding]:
     """Report by which isolation programs would run on this machine, or why they cannot run."""
-    from trlx_hybrid.doctor import Finding
+    from trlx_hybrid.contract.types import Finding
 
     from .sandbox import Sandbox, SandboxError
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from trlx_hybrid.answers import described, readable
+from trlx_hybrid.contract.conversation import Message
+from trlx_hybrid.episodes.answers import described, readable
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid.rollout.conversation import Message
 
 from .tool_calls import LostCallError
 from .tools.runner import ToolRunner

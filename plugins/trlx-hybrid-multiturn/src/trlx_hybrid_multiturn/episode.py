@@ -11,9 +11,9 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from trlx_hybrid.answers import described
-from trlx_hybrid.rollout.conversation import Conversation, Dialogue, Limits, Message, RequestMaker, Turn, images_of
-from trlx_hybrid.types import Completion
+from trlx_hybrid.contract.conversation import Conversation, Dialogue, Limits, Message, RequestMaker, Turn, images_of
+from trlx_hybrid.contract.types import Completion
+from trlx_hybrid.episodes.answers import described
 
 from .loop import Generate, OutOfTimeError
 from .tool_calls import LostCallError, run_calls

@@ -18,8 +18,8 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from trlx_hybrid.protocols import Stream
-from trlx_hybrid.types import Completion, Request
+from trlx_hybrid.contract.protocols import Stream
+from trlx_hybrid.contract.types import Completion, Request
 
 SHARED_WAIT = 0.005  # seconds: the other ranks of the replica wait for this one's next step
 WAIT = 1.0  # seconds: so that the progress bar moves while tools work

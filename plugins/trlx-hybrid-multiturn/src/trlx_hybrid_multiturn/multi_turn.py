@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from trlx_hybrid.contract.conversation import Conversation, Dialogue, Limits, RequestMaker
+from trlx_hybrid.contract.protocols import Run
+from trlx_hybrid.episodes.unparsed import UNPARSED, UnparsedTurns
 from trlx_hybrid.errors import HybridError
-from trlx_hybrid.protocols import Run
-from trlx_hybrid.rollout.conversation import Conversation, Dialogue, Limits, RequestMaker
-from trlx_hybrid.rollout.single_turn import SingleTurn
-from trlx_hybrid.rollout.unparsed import UNPARSED, UnparsedTurns
+from trlx_hybrid.plugins.builtin import SingleTurn
 
 from .episode import Episode, ToolEpisode
 from .loop import Loop, TrajectoryCoroutine

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from trlx_hybrid.episodes.excerpt import CHARACTERS, NOTE
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid.excerpt import CHARACTERS, NOTE
 
 Mode = Literal["thread", "process", "main"]
 MODES: tuple[Mode, ...] = get_args(Mode)

@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trlx_hybrid.rollout.conversation import Conversation
-from trlx_hybrid.types import Completion
+from trlx_hybrid.contract.conversation import Conversation
+from trlx_hybrid.contract.types import Completion
 
 from .tools.runner import ToolRunner, ToolUsage
 

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from trlx_hybrid.contract.conversation import Conversation, Limits, RequestMaker, images_of, opening
+from trlx_hybrid.episodes.tokenizer import own_tokenizer
 from trlx_hybrid.errors import ConfigError, EngineError
-from trlx_hybrid.rollout.conversation import Conversation, Limits, RequestMaker, images_of, opening
-from trlx_hybrid.rollout.tokenizer import own_tokenizer
 
 from .environment import CheckedEnvironment, Environment, refuse_prompts
 from .episode import Episode

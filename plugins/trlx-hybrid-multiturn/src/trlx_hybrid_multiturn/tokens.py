@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from trlx_hybrid.contract.conversation import Message, images_of
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid.rollout.conversation import Message, images_of
 
 BEFORE: tuple[Message, ...] = ({"role": "user", "content": "dummy"}, {"role": "assistant", "content": "dummy"})
 PROBES: tuple[Message, ...] = ({"role": "user", "content": "first"}, {"role": "user", "content": "2 and more"})

@@ -12,8 +12,8 @@ import functools
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-from trlx_hybrid.answers import described, readable
-from trlx_hybrid.rollout.conversation import Conversation, Dialogue, Message
+from trlx_hybrid.contract.conversation import Conversation, Dialogue, Message
+from trlx_hybrid.episodes.answers import described, readable
 
 from .loop import Outcome
 from .tools.runner import ToolRunner

@@ -15,8 +15,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from trlx_hybrid import plain_data, remote_errors
 from trlx_hybrid.errors import ConfigError, listed
+from trlx_hybrid.interprocess import plain_data, remote_errors
 
 from . import debugging, internals, reaper
 from .cluster import ADDRESS, LOCAL, NAMESPACE, connect

@@ -27,9 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trlx_hybrid.deadline import granted, in_thread
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid.variables import restored
+from trlx_hybrid.interprocess.deadline import granted, in_thread
+from trlx_hybrid.interprocess.environment_variables import restored
 
 from . import debugging, reaper, token
 from .errors import ClusterError

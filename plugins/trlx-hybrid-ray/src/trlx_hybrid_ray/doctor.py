@@ -15,8 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trlx_hybrid.doctor import Finding, release_of
+from trlx_hybrid.contract.types import Finding
 from trlx_hybrid.errors import ConfigError, listed
+from trlx_hybrid.versions import release_of
 
 from .cluster import LOCAL, Cluster, connect
 from .errors import PlacementError, brief

@@ -16,8 +16,8 @@ from signal import SIGINT, SIGTERM, Signals
 from types import FrameType
 from typing import Any
 
-from trlx_hybrid.deadline import unreachable
 from trlx_hybrid.errors import listed
+from trlx_hybrid.interprocess.deadline import unreachable
 
 from .cluster import ask
 from .errors import brief

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
-from trlx_hybrid.deadline import listen, unreachable
+from trlx_hybrid.interprocess.deadline import listen, unreachable
 
 from .cluster import environment
 from .errors import LaunchError, ScriptError

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from trlx_hybrid.deadline import in_thread
 from trlx_hybrid.errors import ConfigError, listed
+from trlx_hybrid.interprocess.deadline import in_thread
 
 from .cluster import answer, ask
 from .errors import PlacementError

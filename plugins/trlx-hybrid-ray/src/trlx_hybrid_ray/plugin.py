@@ -12,7 +12,7 @@ from trlx_hybrid.plugins.hookspecs import hookimpl
 from .engines.options import RemoteOptions
 
 if TYPE_CHECKING:
-    from trlx_hybrid.doctor import Finding
+    from trlx_hybrid.contract.types import Finding
     from trlx_hybrid.plugins.registry import Registry
     from trlx_hybrid.session import Session
 

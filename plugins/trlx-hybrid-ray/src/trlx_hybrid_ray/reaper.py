@@ -106,7 +106,7 @@ def _watching(arguments: list[str], environment: Mapping[str, str]) -> subproces
     Raises:
         OSError, subprocess.SubprocessError: the process does not start.
     """
-    from trlx_hybrid.deadline import granted
+    from trlx_hybrid.interprocess.deadline import granted
 
     process = subprocess.Popen(
         [sys.executable, "-m", __name__, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from trlx_hybrid.variables import restored
+from trlx_hybrid.interprocess.environment_variables import restored
 
 from .errors import ClusterError
 from .internals import LOOPBACK_VARIABLE, reread_environment

@@ -39,7 +39,7 @@ def engine(deadline, folder):
     """GRPO here with an engine that this host has too few CPUs for."""
     from remote_training import STEPS, Trained, requests_of
     from trlx_hybrid import HybridConfig
-    from trlx_hybrid.types import Sampling
+    from trlx_hybrid.contract.types import Sampling
 
     hybrid = HybridConfig(
         engine="remote",

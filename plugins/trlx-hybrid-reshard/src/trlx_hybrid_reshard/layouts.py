@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
-from trlx_hybrid import types
+from trlx_hybrid.contract import types
 from trlx_hybrid.errors import ConfigError
 
 from .sharding import Ints, Sharding, rechunked, segmented, uncut

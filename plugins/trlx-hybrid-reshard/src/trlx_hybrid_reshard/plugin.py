@@ -10,8 +10,8 @@ from trlx_hybrid.plugins.hookspecs import hookimpl
 from .options import ReshardOptions
 
 if TYPE_CHECKING:
+    from trlx_hybrid.contract.protocols import Run, WeightSync
     from trlx_hybrid.plugins.registry import Registry
-    from trlx_hybrid.protocols import Run, WeightSync
 
 
 def _reshard(session: Run, options: ReshardOptions) -> WeightSync:

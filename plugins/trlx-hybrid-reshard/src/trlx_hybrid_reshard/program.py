@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from trlx_hybrid.contract.protocols import Region
 from trlx_hybrid.errors import SyncError
-from trlx_hybrid.protocols import Region
 
 from .descriptors import Descriptors, Slices
 from .sharding import Ints

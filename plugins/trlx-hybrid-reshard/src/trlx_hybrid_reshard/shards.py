@@ -13,16 +13,16 @@ from operator import is_
 from typing import TYPE_CHECKING, Any
 
 from trlx_hybrid.errors import SyncError, listed
-from trlx_hybrid.weights.frozen import Frozen
-from trlx_hybrid.weights.merging import adapted_modules, beyond_lora
+from trlx_hybrid.policy.frozen import Frozen
+from trlx_hybrid.policy.merging import adapted_modules, beyond_lora
 
 from .layouts import Parameter
 from .live import LiveSharding, read_trainer
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from trlx_hybrid.weights.merging import AdaptedModule
-    from trlx_hybrid.weights.policy import Policy
+    from trlx_hybrid.policy.merging import AdaptedModule
+    from trlx_hybrid.policy.policy import Policy
 
 
 class Shards:

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from trlx_hybrid.contract.protocols import Regions, WeightSync
+from trlx_hybrid.contract.types import LoadReport
 from trlx_hybrid.errors import ConfigError, EngineError, PeerLostError, SyncError
-from trlx_hybrid.protocols import Regions, WeightSync
-from trlx_hybrid.ranks import abort
-from trlx_hybrid.types import LoadReport
-from trlx_hybrid.weights.merging import beyond_lora
+from trlx_hybrid.interprocess.ranks import abort
+from trlx_hybrid.policy.merging import beyond_lora
 
 from .agreement import Agreement, model_difference, plan_difference
 from .buckets import Buckets, bucketed
@@ -37,7 +37,7 @@ from .shards import Shards
 from .transport import Transport
 
 if TYPE_CHECKING:
-    from trlx_hybrid.protocols import Run
+    from trlx_hybrid.contract.protocols import Run
 
 logger = logging.getLogger(__name__)
 

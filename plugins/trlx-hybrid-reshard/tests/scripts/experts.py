@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from trlx_hybrid.policy.policy import Policy
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
-from trlx_hybrid.weights.policy import Policy
 from trlx_hybrid_reshard.layouts import MeshLayout
 from trlx_hybrid_reshard.options import ReshardOptions
 from trlx_hybrid_reshard.plan import plan

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from trlx_hybrid.protocols import Region
+from trlx_hybrid.contract.protocols import Region
 from trlx_hybrid_reshard.buckets import bucketed
 from trlx_hybrid_reshard.descriptors import lower
 from trlx_hybrid_reshard.layouts import MeshLayout, Model, Parameter, Stage

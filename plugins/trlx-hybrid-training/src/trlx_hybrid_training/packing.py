@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from transformers.utils.generic import is_flash_attention_requested
-from trlx_hybrid.weights.policy import layer_kinds
-from trlx_hybrid.weights.positions import takes_positions
+from trlx_hybrid.policy.policy import layer_kinds
+from trlx_hybrid.policy.positions import takes_positions
 
 from .attention import kernel_on, kernel_takes, loaded_with
 from .micro_batches import PADDING, RowLengths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-    from trlx_hybrid.protocols import Run
+    from trlx_hybrid.contract.protocols import Run
 
 IGNORED = -100
 """The label of a position that is not scored."""

@@ -12,8 +12,8 @@ from trlx_hybrid.plugins.hookspecs import hookimpl
 from .options import PackedOptions, TrainingOptions
 
 if TYPE_CHECKING:
+    from trlx_hybrid.contract.protocols import Run, Scoring
     from trlx_hybrid.plugins.registry import Registry
-    from trlx_hybrid.protocols import Run, Scoring
 
 
 def _packed(session: Run, options: PackedOptions) -> Scoring:

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trlx_hybrid.memory.ledger import plain_tensors
-from trlx_hybrid.weights.policy import modules_of
-from trlx_hybrid.weights.sharded import is_sharded
+from trlx_hybrid.policy.policy import modules_of
+from trlx_hybrid.policy.sharded import is_sharded
 from trlx_hybrid.weights.verify import autocast_dtype
 
 if TYPE_CHECKING:
-    from trlx_hybrid.protocols import Run
+    from trlx_hybrid.contract.protocols import Run
 
 logger = logging.getLogger(__name__)
 

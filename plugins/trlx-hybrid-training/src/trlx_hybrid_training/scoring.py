@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from trlx_hybrid.protocols import Rows, Scores, Scoring
+from trlx_hybrid.contract.protocols import Rows, Scores, Scoring
+from trlx_hybrid.policy.policy import evaluating
 from trlx_hybrid.rollout.seeding import preserved_generators
-from trlx_hybrid.weights.policy import evaluating
 from trlx_hybrid.weights.verify import TOLERANCE, allowed_share, autocast_dtype, coarsest
 
 from . import attention
@@ -24,7 +24,7 @@ from .packing import Pack, attention_name, refused, takes_prefixes
 from .recomputation import Recomputation
 
 if TYPE_CHECKING:
-    from trlx_hybrid.protocols import Run
+    from trlx_hybrid.contract.protocols import Run
 
     from .options import PackedOptions
 

@@ -16,8 +16,8 @@ from trlx_hybrid.errors import ConfigError, HybridError
 from .record import OptionalLines, as_json_number
 
 if TYPE_CHECKING:
-    from trlx_hybrid.protocols import Run
-    from trlx_hybrid.types import SyncReport
+    from trlx_hybrid.contract.protocols import Run
+    from trlx_hybrid.contract.types import SyncReport
 
 FOLDER, TRAJECTORIES = "report", "trajectories.jsonl"
 SETTING = 'plugin_options={"trajectories": {"report": True}}'
@@ -133,7 +133,7 @@ def _lost(count: int) -> str:
 
 def _facts(session: Run) -> dict[str, Any]:
     import torch
-    from trlx_hybrid.doctor import installed, system
+    from trlx_hybrid.commands.doctor import installed, system
 
     policy, args = session.policy, session.args
     parameters = [(getattr(p, "ds_numel", p.numel()) * p.element_size(), p) for p in policy.module.parameters()]

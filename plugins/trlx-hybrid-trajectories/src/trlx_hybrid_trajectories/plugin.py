@@ -12,8 +12,8 @@ from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from trlx_hybrid.protocols import Run
-    from trlx_hybrid.types import Phase, SyncReport, Trajectory
+    from trlx_hybrid.contract.protocols import Run
+    from trlx_hybrid.contract.types import Phase, SyncReport, Trajectory
 
     from .events import EventLog
     from .record import OptionalLines

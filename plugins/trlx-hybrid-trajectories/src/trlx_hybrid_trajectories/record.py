@@ -20,7 +20,7 @@ from trlx_hybrid.errors import HybridError
 if TYPE_CHECKING:
     from io import FileIO
 
-    from trlx_hybrid.types import Trajectory
+    from trlx_hybrid.contract.types import Trajectory
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from trlx_hybrid.errors import did_you_mean
-from trlx_hybrid.weights.merging import untied_head
-from trlx_hybrid.weights.policy import Policy, layer_kinds
+from trlx_hybrid.policy.merging import untied_head
+from trlx_hybrid.policy.policy import Policy, layer_kinds
 
 from .internals import attention_of, is_latent, only_attends, unimportable, unquantised
 from .loader import dummy_load_format

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from trlx_hybrid.contract.protocols import NamedTensors, Regions
+from trlx_hybrid.contract.types import Completion, LoadReport, Request, Sampling
 from trlx_hybrid.errors import EngineError, SyncError, listed
+from trlx_hybrid.interprocess.ranks import abort
 from trlx_hybrid.memory.ledger import policy_tensors, storages
-from trlx_hybrid.protocols import NamedTensors, Regions
-from trlx_hybrid.ranks import abort
+from trlx_hybrid.policy.policy import Policy, modules_of
 from trlx_hybrid.session import Session
-from trlx_hybrid.types import Completion, LoadReport, Request, Sampling
-from trlx_hybrid.weights.policy import Policy, modules_of
 
 from . import internals
 from .adapted_linear import adapters_under_weights, clear_adapters

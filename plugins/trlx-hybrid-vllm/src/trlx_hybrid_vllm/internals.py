@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from trlx_hybrid.errors import EngineError
-from trlx_hybrid.variables import restored
+from trlx_hybrid.interprocess.environment_variables import restored
 
 logger = logging.getLogger(__name__)
 

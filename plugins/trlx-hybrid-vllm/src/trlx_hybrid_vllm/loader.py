@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from trlx_hybrid.contract.types import LoadReport
 from trlx_hybrid.errors import SyncError
-from trlx_hybrid.types import LoadReport
 
 from .internals import latent_attention, unwrapped
 

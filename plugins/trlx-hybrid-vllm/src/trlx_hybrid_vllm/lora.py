@@ -16,8 +16,8 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 from trlx_hybrid.errors import SyncError, listed
-from trlx_hybrid.weights.policy import Policy, unwrapped_name
-from trlx_hybrid.weights.sharded import whole
+from trlx_hybrid.policy.policy import Policy, unwrapped_name
+from trlx_hybrid.policy.sharded import whole
 from trlx_hybrid.weights.verify import Rotation
 
 from . import internals

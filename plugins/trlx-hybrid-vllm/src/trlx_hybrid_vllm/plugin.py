@@ -15,8 +15,8 @@ from .versions import unavailable
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from trlx_hybrid.contract.protocols import WeightSync
     from trlx_hybrid.plugins.registry import Registry
-    from trlx_hybrid.protocols import WeightSync
     from trlx_hybrid.session import Session
 
     from .engine import VLLMEngine

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from trlx_hybrid.variables import restored
+from trlx_hybrid.interprocess.environment_variables import restored
 
 logger = logging.getLogger(__name__)
 

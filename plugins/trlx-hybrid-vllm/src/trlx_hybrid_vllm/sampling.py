@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trlx_hybrid.contract.types import Completion, Request, Sampling
 from trlx_hybrid.errors import EngineError
-from trlx_hybrid.types import Completion, Request, Sampling
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from trlx_hybrid.contract.types import Completion, Request
 from trlx_hybrid.errors import EngineError
-from trlx_hybrid.types import Completion, Request
 
 from . import internals
 from .sampling import (

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from trlx_hybrid.contract.support import Support, words_of, words_of_ids
 from trlx_hybrid.errors import EngineError
-from trlx_hybrid.support import Support, words_of, words_of_ids
 
 Words = np.ndarray[Any, Any]
 

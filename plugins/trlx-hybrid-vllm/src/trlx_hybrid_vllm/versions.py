@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from trlx_hybrid.doctor import series
+from trlx_hybrid.versions import series
 
 TESTED = ((0, 31), (0, 32))
 """The first and the last minor release of vLLM that this plugin's tests run on."""

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from trlx_hybrid.contract.protocols import Region, Regions
 from trlx_hybrid.errors import EngineError, listed
-from trlx_hybrid.protocols import Region, Regions
-from trlx_hybrid.weights.policy import Policy
+from trlx_hybrid.policy.policy import Policy
 
 from .loader import Route, Slice, WeightLoader, differ, flagged
 

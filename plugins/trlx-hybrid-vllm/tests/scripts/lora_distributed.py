@@ -16,8 +16,8 @@ import torch
 from peft import LoraConfig
 from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer, HybridConfig, hookimpl
+from trlx_hybrid.policy.sharded import is_sharded
 from trlx_hybrid.testing.models import character_tokenizer, sorting_prompts, tiny_grpo, tiny_model
-from trlx_hybrid.weights.sharded import is_sharded
 
 from tests.support.fsdp import FSDP2, use_fsdp_on_cpu
 

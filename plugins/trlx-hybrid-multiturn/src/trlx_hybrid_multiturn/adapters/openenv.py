@@ -12,8 +12,8 @@ from http.client import HTTPException
 from types import SimpleNamespace
 from typing import Any
 
+from trlx_hybrid.contract.conversation import Message
 from trlx_hybrid.errors import ConfigError, did_you_mean
-from trlx_hybrid.rollout.conversation import Message
 
 from ..environment import Step
 from .connection import Connection, ServerError, on_this_machine, require_websockets

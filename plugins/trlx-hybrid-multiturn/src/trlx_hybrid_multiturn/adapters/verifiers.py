@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trlx_hybrid.contract.conversation import Message
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid.rollout.conversation import Message
 
 from ..environment import Step
 from .connection import Connection, ServerError, require_websockets

@@ -22,9 +22,9 @@ from types import ModuleType
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
-from trlx_hybrid import plain_data, process_tree, remote_errors
-from trlx_hybrid.answers import UnshowableError
-from trlx_hybrid.excerpt import CHARACTERS
+from trlx_hybrid.episodes.answers import UnshowableError
+from trlx_hybrid.episodes.excerpt import CHARACTERS
+from trlx_hybrid.interprocess import plain_data, process_tree, remote_errors
 
 from ..loop import Outcome
 from . import worker_process
@@ -45,7 +45,7 @@ class ProcessWorkers(ToolWorkers):
     loses one call. A process shares no state with the trainer: it imports what the tool needs, by the trainer's
     `sys.path`, but never the trainer's script. Functions of the script are sent by value, with the globals that they
     use, as they are at the first call. Context variables are not sent. Results are plain data, see
-    `trlx_hybrid.plain_data`, and only of Python's own classes; so are exceptions.
+    `trlx_hybrid.interprocess.plain_data`, and only of Python's own classes; so are exceptions.
 
     Args:
         limit: number of processes at most.
@@ -200,9 +200,9 @@ class WorkerProcess:
     """A process that calls tools, as the trainer sees it. One thread at a time may use it, except for `kill`.
 
     Everything that its tools start, daemons included, ends with the process, and the process ends with the trainer,
-    however that ends: see `trlx_hybrid.process_tree`. Until then, what tools started goes on running, for later calls.
-    The process has a session of its own, so that the terminal's Ctrl-C reaches only the trainer. Its prints go to the
-    trainer's stderr.
+    however that ends: see `trlx_hybrid.interprocess.process_tree`. Until then, what tools started goes on running, for
+    later calls. The process has a session of its own, so that the terminal's Ctrl-C reaches only the trainer. Its
+    prints go to the trainer's stderr.
 
     Args:
         characters: characters of a result that the model is shown at most.

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from trlx_hybrid.answers import as_content
+from trlx_hybrid.episodes.answers import as_content
+from trlx_hybrid.episodes.excerpt import excerpt
 from trlx_hybrid.errors import ConfigError, did_you_mean
-from trlx_hybrid.excerpt import excerpt
 
 from ..loop import CallTool, Outcome
 from ..options import Mode, MultiTurnOptions

@@ -1,16 +1,16 @@
 """The program that runs in a tool's process: it takes functions and calls over a socket, and returns the results.
 
 It is run by its path, outside the package. A number and a length precede each message. Messages to the process are
-pickles. Messages from it are plain data (`trlx_hybrid.plain_data`, without classes), so that the trainer never loads a
-pickle from a process that runs code which a model wrote:
+pickles. Messages from it are plain data (`trlx_hybrid.interprocess.plain_data`, without classes), so that the trainer
+never loads a pickle from a process that runs code which a model wrote:
 
     to the process:   for each call the pickled function, and once that is loaded the pickled arguments
     from the process: {"kind": …, "content": …} with the number of the message that it answers; kinds are "loaded",
                       "refused" (a text), "value" (what the model is shown), "unshowable" (a text) and "error" (see
-                      `trlx_hybrid.remote_errors`)
+                      `trlx_hybrid.interprocess.remote_errors`)
 
 A process that a tool forks sends no answers: it ends where it returns from the tool. All processes that a tool starts
-end with this process at the latest, see `trlx_hybrid.process_tree`.
+end with this process at the latest, see `trlx_hybrid.interprocess.process_tree`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def main(descriptor: int, parent: int, characters: int, path: list[str]) -> None
         path: the trainer's `sys.path`.
     """
     sys.path[:] = path
-    from trlx_hybrid import process_tree  # here: where it lies is known from the trainer's path
+    from trlx_hybrid.interprocess import process_tree  # here: where it lies is known from the trainer's path
 
     process_tree.supervise(parent, descriptor)
     channel = socket.socket(fileno=descriptor)
@@ -133,14 +133,14 @@ class Worker:
         except Exception as error:
             self._leave_if_forked(error)
             return "refused", f"cannot be given its arguments in a process: {_described(error)}. Run it in threads."
-        from trlx_hybrid.answers import UnshowableError, as_content  # imported here, as plain_data below
+        from trlx_hybrid.episodes.answers import UnshowableError, as_content  # imported here, as plain_data below
 
         try:
             return "value", as_content(function(**arguments))
         except UnshowableError as error:
             return "unshowable", str(error)
         except BaseException as error:  # a tool's own SystemExit is its error, not the end of this process
-            from trlx_hybrid.remote_errors import describe
+            from trlx_hybrid.interprocess.remote_errors import describe
 
             self._leave_if_forked(error)
             return "error", describe(error, classes=False)
@@ -150,7 +150,7 @@ class Worker:
 
     def _answer(self, number: int, kind: str, content: Any = None) -> None:
         self._leave_if_forked()
-        from trlx_hybrid.excerpt import excerpt
+        from trlx_hybrid.episodes.excerpt import excerpt
 
         if kind == "error" and len(content["text"]) + len(content["trace"]) > self._characters:
             content = {key: excerpt(content[key], self._characters) for key in ("kind", "text", "trace")}
@@ -179,7 +179,7 @@ def loaded(pickled: bytes) -> Callable[..., Any]:
 
 
 def _packed(kind: str, content: Any) -> bytes:
-    from trlx_hybrid import plain_data  # here: where it lies is known from the trainer's path
+    from trlx_hybrid.interprocess import plain_data  # here: where it lies is known from the trainer's path
 
     # The content is dumped by itself, so that an error names a part of it.
     return b'{"kind": "%b", "content": %b}' % (kind.encode(), plain_data.dumps(content, classes=False))

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trlx_hybrid.contract.serving import EngineServer, ServerDiedError, ServerPlan
+from trlx_hybrid.contract.types import Completion, Request, Sampling
 from trlx_hybrid.errors import EngineError
-from trlx_hybrid.serving import EngineServer, ServerDiedError, ServerPlan
-from trlx_hybrid.types import Completion, Request, Sampling
 
 from .. import reaper
 from ..actors import Pickled, reply_of, see_own_gpus, whereabouts

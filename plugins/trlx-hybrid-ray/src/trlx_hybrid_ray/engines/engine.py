@@ -10,11 +10,11 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from trlx_hybrid.config import NoOptions, build
+from trlx_hybrid.contract.protocols import NamedTensors
+from trlx_hybrid.contract.serving import ServerDiedError, ServerPlan
+from trlx_hybrid.contract.types import Completion, LoadReport, Request, Sampling
 from trlx_hybrid.errors import EngineError, listed
-from trlx_hybrid.protocols import NamedTensors
-from trlx_hybrid.serving import ServerDiedError, ServerPlan
 from trlx_hybrid.trl.arguments import trainer_arguments
-from trlx_hybrid.types import Completion, LoadReport, Request, Sampling
 
 from ..actors import ensure_connected
 from ..errors import brief
@@ -49,8 +49,8 @@ def served_by(session: Session, options: RemoteOptions) -> tuple[Component, Any]
 
 
 class RemoteEngine:
-    """An engine that samples on vLLM servers in Ray actors; it implements `trlx_hybrid.serving.ServedEngine`. Its
-    memory is in other processes, so it neither sleeps nor wakes.
+    """An engine that samples on vLLM servers in Ray actors; it implements `trlx_hybrid.contract.serving.ServedEngine`.
+    Its memory is in other processes, so it neither sleeps nor wakes.
 
     Attributes:
         pool: the actors, called engines here, that it samples on.

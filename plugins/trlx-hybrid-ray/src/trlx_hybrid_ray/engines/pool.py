@@ -23,8 +23,8 @@ from .actor import EngineActor
 
 if TYPE_CHECKING:
     import torch
-    from trlx_hybrid.ranks import Ranks
-    from trlx_hybrid.serving import ServerPlan
+    from trlx_hybrid.contract.serving import ServerPlan
+    from trlx_hybrid.interprocess.ranks import Ranks
 
     from .options import RemoteOptions
 

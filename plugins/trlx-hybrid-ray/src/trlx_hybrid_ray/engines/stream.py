@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from trlx_hybrid.contract.serving import ServerDiedError
+from trlx_hybrid.contract.types import Completion, Request, Sampling
 from trlx_hybrid.errors import EngineError
-from trlx_hybrid.serving import ServerDiedError
-from trlx_hybrid.types import Completion, Request, Sampling
 
 from .. import debugging
 from ..errors import brief

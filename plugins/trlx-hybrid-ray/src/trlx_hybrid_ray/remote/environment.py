@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid.plain_data import NotPlainError
+from trlx_hybrid.interprocess.plain_data import NotPlainError
 
 from .. import debugging
 from ..actors import (
@@ -77,7 +77,8 @@ def remote_environment(
     The factory's environments have the class's name and methods, with their signatures and docstrings: TRL finds the
     same tools and the same `get_reward`, and multi-turn's `episodes(remote_environment(Game))` the same `reset` and
     `step`. Synchronous methods stay synchronous and coroutine functions stay coroutine functions. Reward functions can
-    read attributes; each read is a call. Results of methods come back as plain data, see `trlx_hybrid.plain_data`.
+    read attributes; each read is a call. Results of methods come back as plain data, see
+    `trlx_hybrid.interprocess.plain_data`.
 
     Args:
         environment: a class, or `functools.partial` of a class with its constructor's arguments.

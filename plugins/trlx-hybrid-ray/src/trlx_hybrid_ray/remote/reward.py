@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from trlx_hybrid.copies import copied
 from trlx_hybrid.errors import TROUBLESHOOTING, ConfigError, RewardError, listed
+from trlx_hybrid.interprocess.copies import copied
 
 from .. import debugging
 from ..actors import (

@@ -7,8 +7,8 @@ import socket
 import threading
 from dataclasses import dataclass
 
-from trlx_hybrid import deadline
 from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.interprocess import deadline
 
 from ..errors import ClusterError
 

@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from trlx_hybrid.deadline import REACH_SECONDS, in_thread, listen, unreachable
 from trlx_hybrid.errors import SyncError
+from trlx_hybrid.interprocess.deadline import REACH_SECONDS, in_thread, listen, unreachable
 from vllm.distributed.weight_transfer import (
     ParamMeta,
     TrainerWeightTransferEngine,

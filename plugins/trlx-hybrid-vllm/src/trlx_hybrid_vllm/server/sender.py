@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from trlx_hybrid.contract.serving import ServedEngine
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid.serving import ServedEngine
-from trlx_hybrid.weights.policy import Policy
+from trlx_hybrid.policy.policy import Policy
 from vllm.distributed.weight_transfer import ParamMeta, WeightSource, WeightTransferTrainerFactory
 
 from ..options import TransferOptions

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from trlx_hybrid.contract.serving import ServerDiedError
+from trlx_hybrid.contract.types import Completion, Request, Sampling
 from trlx_hybrid.errors import EngineError
-from trlx_hybrid.serving import ServerDiedError
-from trlx_hybrid.types import Completion, Request, Sampling
 
 from ..arguments import (
     CPU_KV_CACHE_LIMIT,
@@ -43,7 +43,7 @@ STAYING = ("VLLM_DIST_IDENT", "VLLM_HOST_IP", "VLLM_PORT", "HF_HOME", "HF_TOKEN"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VLLMServerPlan:
-    """All that is needed to build a server of vLLM in another process, see `trlx_hybrid.serving.ServerPlan`.
+    """All that is needed to build a server of vLLM in another process, see `trlx_hybrid.contract.serving.ServerPlan`.
 
     Attributes:
         architecture: name of the model's class, for messages.
@@ -135,7 +135,7 @@ def _environment(cpu: bool, ranks: int, dtype: torch.dtype) -> dict[str, str]:
 
 
 class VLLMServer:
-    """A server of vLLM, see `trlx_hybrid.serving.EngineServer`.
+    """A server of vLLM, see `trlx_hybrid.contract.serving.EngineServer`.
 
     vLLM's engine core runs in a child of this process. Where there are several workers, they run in children of the
     engine core.

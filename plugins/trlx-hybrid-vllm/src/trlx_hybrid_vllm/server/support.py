@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from trlx_hybrid.support import Support
+from trlx_hybrid.contract.support import Support
 
 from .. import internals
 from ..support import KeptIds

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from trlx_hybrid.contract.protocols import WeightSync
+from trlx_hybrid.contract.types import LoadReport
 from trlx_hybrid.errors import SyncError, listed
 from trlx_hybrid.memory.ledger import plain_tensors
-from trlx_hybrid.protocols import WeightSync
-from trlx_hybrid.types import LoadReport
-from trlx_hybrid.weights import quantised
-from trlx_hybrid.weights.frozen import Frozen
+from trlx_hybrid.policy import quantised
+from trlx_hybrid.policy.frozen import Frozen
 from trlx_hybrid.weights.verify import SAMPLED_TENSORS, Rotation
 
 from ..loader import counted

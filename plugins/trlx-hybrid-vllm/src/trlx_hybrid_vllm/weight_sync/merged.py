@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from trlx_hybrid.errors import SyncError
+from trlx_hybrid.policy.merging import AdaptedModule, adapted_modules, beyond_lora
 from trlx_hybrid.rollout.seeding import request_seed
-from trlx_hybrid.weights.merging import AdaptedModule, adapted_modules, beyond_lora
 from trlx_hybrid.weights.verify import sampled_names
 
 from ..lora import weights_of
 from .shared import SharedSync
 
 if TYPE_CHECKING:
+    from trlx_hybrid.contract.types import LoadReport
     from trlx_hybrid.session import Session
-    from trlx_hybrid.types import LoadReport
 
     from ..options import MergedOptions
 

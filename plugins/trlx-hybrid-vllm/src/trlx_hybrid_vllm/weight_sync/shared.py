@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.utils import dlpack
+from trlx_hybrid.contract.protocols import WeightSync
+from trlx_hybrid.contract.types import LoadReport
 from trlx_hybrid.errors import SyncError, listed
 from trlx_hybrid.memory.ledger import torch_optimizer
-from trlx_hybrid.protocols import WeightSync
-from trlx_hybrid.types import LoadReport
-from trlx_hybrid.weights.frozen import Frozen
-from trlx_hybrid.weights.sharded import is_sharded
+from trlx_hybrid.policy.frozen import Frozen
+from trlx_hybrid.policy.sharded import is_sharded
 from trlx_hybrid.weights.verify import Rotation
 
 from ..loader import differ, flagged

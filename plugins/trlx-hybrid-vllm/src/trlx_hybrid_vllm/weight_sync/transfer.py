@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from typing import TYPE_CHECKING, Any
 
+from trlx_hybrid.contract.protocols import WeightSync
+from trlx_hybrid.contract.serving import ServerDiedError
+from trlx_hybrid.contract.types import LoadReport
 from trlx_hybrid.errors import HybridError, SyncError, listed
-from trlx_hybrid.protocols import WeightSync
-from trlx_hybrid.serving import ServerDiedError
-from trlx_hybrid.types import LoadReport
 from trlx_hybrid.weights.verify import sampled_names
 
 from ..options import TransferOptions
@@ -255,5 +255,5 @@ class TransferSync(WeightSync):
 
     @property
     def _engine(self) -> Any:
-        """The run's engine: a `trlx_hybrid.serving.ServedEngine` with a `VLLMServerPlan`."""
+        """The run's engine: a `trlx_hybrid.contract.serving.ServedEngine` with a `VLLMServerPlan`."""
         return self._session.live_engine

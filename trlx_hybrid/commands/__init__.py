@@ -1,0 +1,1 @@
+"""The command line `trlx-hybrid`: one module per command."""

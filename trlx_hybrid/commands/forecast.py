@@ -1,0 +1,328 @@
+"""The forecast of `trlx-hybrid train RECIPE --forecast`: a prediction of a run's memory from its settings and its
+model's config, without weights or a GPU."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Set
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from ..errors import ConfigError, MemoryPlanError
+from ..memory.estimate import GIB, LEAVING, ParameterSize, predict_fitting
+from ..memory.ledger import parameter_sizes, table
+from ..memory.trainer_memory import ENGINES
+from ..plugins.host import Host
+from ..plugins.selection import Selection, choose_algorithms, select
+from ..trl.arguments import trainer_arguments
+
+if TYPE_CHECKING:
+    from .recipe import RecipeSettings
+
+RESERVED = 0.1
+"""The share of a GPU's memory that is not counted as room for the KV cache: it is left for CUDA itself, CUDA graphs,
+and what sampling allocates."""
+
+
+BLOCK, NESTED_BLOCK = 64, 256
+"""Block sizes of bitsandbytes' `Params4bit`: BLOCK elements share a scale, and NESTED_BLOCK scales share a scale of
+their own."""
+
+
+class GPUs(NamedTuple):
+    """A number of ranks, and the memory of each rank's GPU in bytes."""
+
+    ranks: int
+    bytes: int
+
+
+def gpus_of(text: str) -> GPUs:
+    """Parse the value of `--forecast`: "24" is one GPU of 24 GiB, "8x80" are eight GPUs of 80 GiB.
+
+    Raises:
+        ConfigError: the text has neither form.
+    """
+    found = re.fullmatch(r"(?:([1-9]\d*)x)?(\d+(?:\.\d+)?)", text)
+    if found is None or float(found[2]) == 0:
+        raise ConfigError(f"--forecast {text}: write the GiB of a GPU, as 24, or of several, as 8x80.")
+    return GPUs(int(found[1] or 1), int(float(found[2]) * GIB))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSize:
+    """The memory of the engine on one rank, in bytes, and what determines it.
+
+    Attributes:
+        weights: bytes of the engine's weights.
+        shared: whether these weights are the policy's own memory.
+        kv_cache: bytes of the KV cache: enough for `sequences` sequences, or for as many as fit.
+        sequence: bytes of the KV cache that one sequence of `length` tokens takes.
+        sequences: the largest number of sequences that the engine computes at once.
+        length: the longest prompt plus completion, in tokens.
+        sleeps: whether the engine gives memory back during TRAIN.
+    """
+
+    weights: int
+    shared: bool
+    kv_cache: int
+    sequence: int
+    sequences: int
+    length: int
+    sleeps: bool
+
+    def __str__(self) -> str:
+        room = min(self.kv_cache // self.sequence, self.sequences)
+        return f"KV cache: room for {room} of {self.sequences} sequences of {self.length} tokens at once"
+
+    def check(self) -> None:
+        """Check that the KV cache holds at least one sequence.
+
+        Raises:
+            MemoryPlanError: the KV cache is smaller than one sequence.
+        """
+        if self.kv_cache < self.sequence:
+            raise MemoryPlanError(
+                f"The KV cache has {self.kv_cache / GIB:.2f} GiB, and one sequence of {self.length} tokens takes "
+                f"{self.sequence / GIB:.2f}. Lower vllm_max_model_length, raise vllm_gpu_memory_utilization if set, or "
+                "let less stay beside the engine: offload='all', load_in_4bit, a smaller model.",
+                owner="KV cache",
+            )
+
+
+def forecast(given: RecipeSettings, gpus: GPUs) -> list[str]:
+    """Return the lines of a forecast: bytes per owner and phase on one rank, how many sequences the KV cache holds, and
+    how many bytes are left for activations.
+
+    Raises:
+        MemoryPlanError: the run does not fit; names the largest owner and the setting to change.
+        ConfigError, ComponentError: a setting is wrong; the run itself would raise the same at its start.
+    """
+    from ..trl.trainer import model_arguments  # here, since it imports trl
+
+    args, mode = given.training, given.hybrid.offload
+    if given.model.model_name_or_path is None:
+        raise ConfigError("model_name_or_path is not set: name a model of the hub, or its folder.")
+    if given.model.load_in_8bit:
+        raise ConfigError("load_in_8bit: a base in 8 bits is served by no engine. Take load_in_4bit, or neither.")
+    host = Host.load(given.hybrid.disable_plugins or ())
+    selection = select(given.hybrid, trainer_arguments(args, given.recipe.tools), host.registry)
+    choose_algorithms(given.hybrid, host.registry)  # raises for wrong names or options
+    host.require(given.hybrid.options("plugin"), "HybridConfig.plugin_options")
+    adapter = model_arguments(given.model, args)["peft_config"]
+    policy: Any = model_without_memory(given.model.model_name_or_path, **args.model_init_kwargs)
+    bits = four_bits(given, policy.config)
+    quantised = set() if bits is None else quantised_weights(policy, bits)
+    if adapter is not None:
+        from peft import get_peft_model
+
+        with torch.device("meta"):
+            policy = get_peft_model(policy, adapter)
+    parameters = parameter_sizes(policy) if bits is None else sizes_in_4_bits(policy, quantised, bits.nested)
+    sharded = bool(args.fsdp) and gpus.ranks > 1
+    if sharded:
+        parameters = [shard(p, gpus.ranks, upcast=args.bf16 or args.fp16) for p in parameters]
+    remote = selection.engine is not None and selection.engine.component.remote
+    engine = None
+    if selection.engine is not None and not remote:
+        own = sharded or bits is not None
+        engine = engine_size(given, selection, policy, sum(p.bytes for p in parameters), gpus, own=own)
+    leaving = () if engine is None or not engine.sleeps or mode == "none" else LEAVING[: 2 if engine.shared else 3]
+    prediction = predict_fitting(
+        gpus.bytes,
+        leaving,
+        least=len(leaving) if mode == "all" else 0,
+        parameters=parameters,
+        optimizer=str(getattr(args.optim, "value", args.optim)),
+        engine_weight_bytes=engine.weights if engine else 0,
+        kv_cache_bytes=engine.kv_cache if engine else 0,
+        shared=engine is not None and engine.shared,
+        asleep=ENGINES if engine and engine.sleeps else (),
+    )
+    prediction.check(gpus.bytes)
+    if engine is not None:
+        engine.check()
+    left = gpus.bytes - sum(prediction.phases["train"].values())
+    micro_batch = args.per_device_train_batch_size * args.max_completion_length
+    logits = 2 * micro_batch * policy.config.get_text_config().vocab_size * (2 if args.bf16 or args.fp16 else 4)
+    others = {
+        "the engines, which have GPUs of their own": remote,
+        "the reference model of beta": bool(args.beta) and adapter is None,
+        "the reward model": given.recipe.reward_model_name_or_path is not None,
+    }
+    of_what = "1 GPU" if gpus.ranks == 1 else f"each of {gpus.ranks} GPUs"
+    return [
+        f"{of_what} of {gpus.bytes / GIB:g} GiB",
+        *table(prediction),
+        *([str(engine)] if engine else []),
+        f"training: {left / GIB:.2f} GiB left for activations, of which logits of full length and their gradients take "
+        f"{logits / GIB:.2f}",
+        *(f"not counted: {what}" for what, there in others.items() if there),
+    ]
+
+
+def engine_size(
+    given: RecipeSettings, selection: Selection, policy: Any, held: int, gpus: GPUs, own: bool
+) -> EngineSize:
+    """Return the memory that the chosen engine will take on one rank.
+
+    Without a configured size, the KV cache gets the memory that is left during ROLLOUT, but no more than the keys and
+    values of all layers of all its sequences take. Models with sliding windows, latent attention or states of a fixed
+    size need less than this estimate.
+
+    Args:
+        given: the settings of the run.
+        selection: the components that were chosen for the run.
+        policy: the policy on the meta device.
+        held: bytes of the policy on one rank.
+        own: whether the engine cannot share the policy's memory, because the policy is sharded or in 4 bits.
+    """
+    args = given.training
+    assert selection.engine is not None
+    options = selection.engine.options
+    frozen = [p for p in policy.parameters() if not p.requires_grad]
+    base = (frozen or list(policy.parameters()))[0].dtype
+    mixed = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    told = getattr(torch, str(getattr(options, "dtype", None)), None)  # None for "auto"
+    dtype = told or (mixed if base is torch.float32 else base)
+    ranks = getattr(options, "ranks", 1)
+    if gpus.ranks % ranks:
+        raise ConfigError(f"An engine takes {ranks} GPUs, which do not divide the {gpus.ranks} of --forecast.")
+    text = policy.config.get_text_config()
+    shared = (
+        any(path.component.shares_memory for path in selection.weight_paths)
+        and not own
+        and (ranks, dtype, getattr(options, "quantization", None)) == (1, base, None)
+    )
+    weights = sum(p.numel() for p in policy.parameters()) * dtype.itemsize // ranks
+    length = getattr(options, "max_model_len", None) or text.max_position_embeddings
+    sequences = getattr(options, "max_num_seqs", None) or 256
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    sequence = 2 * text.num_hidden_layers * math.ceil(heads / ranks) * size * dtype.itemsize * length
+    sleeps = getattr(options, "enable_sleep_mode", False)
+    share = getattr(options, "gpu_memory_utilization", None)
+    stays = held if shared or not sleeps or given.hybrid.offload != "all" else 0
+    room = gpus.bytes * share - weights if share else gpus.bytes * (1 - RESERVED) - stays - (0 if shared else weights)
+    return EngineSize(
+        weights=weights,
+        shared=shared,
+        kv_cache=getattr(options, "kv_cache_memory_bytes", None) or max(0, min(sequence * sequences, int(room))),
+        sequence=sequence,
+        sequences=sequences,
+        length=length,
+        sleeps=sleeps,
+    )
+
+
+def model_without_memory(name: str, *, dtype: str, trust_remote_code: bool, **others: Any) -> Any:
+    """Return the model that TRL would load, but on the meta device, where it takes no memory, and not quantised.
+
+    Args:
+        name: a name of the hub, or a folder with a config.json.
+        dtype: as in TRL's `ModelConfig`.
+        others: further arguments of `from_pretrained`: `revision` is read, the others are ignored, since they do not
+            change sizes.
+    """
+    import transformers
+
+    revision = others.get("revision") or "main"
+    try:
+        config = transformers.AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    except OSError as error:  # no such model, or no network
+        raise ConfigError(f"model_name_or_path: the config of {name!r} cannot be read: {error}") from error
+    kind = getattr(transformers, (config.architectures or [""])[0], None)
+    with torch.device("meta"):
+        if kind is not None:
+            model = kind(config)
+        else:
+            model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model.to(getattr(torch, dtype, None) or config.dtype or torch.float32)
+        model.tie_weights()
+        return model
+
+
+class FourBits(NamedTuple):
+    """The settings of a 4-bit base model of bitsandbytes.
+
+    Attributes:
+        nested: whether the scales, one for each 64 elements, are themselves quantised to one byte.
+        skipped: names of layers that are not quantised; with None, transformers decides.
+    """
+
+    nested: bool
+    skipped: list[str] | None
+
+
+def four_bits(given: RecipeSettings, config: Any) -> FourBits | None:
+    """Return the 4-bit settings of a run's base model, from its flags or from the checkpoint's config; None for a base
+    model that is not quantised.
+
+    Raises:
+        ConfigError: the checkpoint is quantised in another way.
+    """
+    told = getattr(config, "quantization_config", None)
+    if told is None:
+        return FourBits(given.model.use_bnb_nested_quant, None) if given.model.load_in_4bit else None
+    told = told if isinstance(told, dict) else told.to_dict()
+    if not told.get("load_in_4bit"):
+        raise ConfigError(
+            f"model_name_or_path: {given.model.model_name_or_path!r} is quantised "
+            f"({told.get('quant_method', 'unknown')}), which --forecast knows in 4 bits of bitsandbytes only. Name the "
+            "model that it was made of, with load_in_4bit where memory is short."
+        )
+    return FourBits(bool(told.get("bnb_4bit_use_double_quant")), told.get("llm_int8_skip_modules"))
+
+
+def quantised_weights(model: Any, bits: FourBits) -> set[int]:
+    """Return the `id`s of the parameters that bitsandbytes holds in 4 bits: those of linear layers, as transformers
+    chooses them.
+
+    Args:
+        model: the model on the meta device, without adapters.
+    """
+    kept = HfQuantizer.get_modules_to_not_convert(model, bits.skipped, model._keep_in_fp32_modules)
+    layers = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D))
+    return {id(layer.weight) for name, layer in layers if should_convert_module(name, kept)}
+
+
+def sizes_in_4_bits(policy: Any, quantised: Set[int], nested: bool) -> list[ParameterSize]:
+    """Return the sizes of all parameters in a QLoRA run, in which TRL keeps the adapter in bfloat16.
+
+    Args:
+        policy: the policy on the meta device.
+        quantised: `id`s of the parameters in 4 bits, from `quantised_weights`.
+        nested: `FourBits.nested`, whether their scales are quantised, too.
+    """
+    found = []
+    for p in policy.parameters():
+        if p.requires_grad or id(p) not in quantised:
+            found.append(
+                ParameterSize(
+                    shape=tuple(p.shape), itemsize=2 if p.requires_grad else p.itemsize, trainable=p.requires_grad
+                )
+            )
+            continue
+        scales = math.ceil(p.numel() / BLOCK)
+        found.append(ParameterSize(shape=(math.ceil(p.numel() / 2),), itemsize=1, trainable=False))
+        found.append(ParameterSize(shape=(scales,), itemsize=1 if nested else 4, trainable=False))
+        if nested:
+            found.append(ParameterSize(shape=(math.ceil(scales / NESTED_BLOCK),), itemsize=4, trainable=False))
+    return found
+
+
+def shard(p: ParameterSize, ranks: int, upcast: bool) -> ParameterSize:
+    """Return the size of the largest shard of a parameter that FSDP2, which splits along the first dimension, gives to
+    a rank.
+
+    Args:
+        upcast: whether shards of trainable parameters are float32, as accelerate keeps them with mixed precision.
+    """
+    shape = (math.ceil(p.shape[0] / ranks), *p.shape[1:]) if p.shape else ()
+    return replace(p, shape=shape, itemsize=4 if upcast and p.trainable else p.itemsize)

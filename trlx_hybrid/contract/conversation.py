@@ -1,0 +1,184 @@
+"""Data types for conversations with tools: what the trainer gives a rollout for each row, and what the rollout returns.
+
+The trainer knows chat templates, tools and limits; the rollout decides when each turn is sampled and each tool is run.
+These types are the interface between them.
+"""
+
+from __future__ import annotations
+
+from asyncio import AbstractEventLoop
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .types import Completion, Request
+
+if TYPE_CHECKING:  # it imports numpy, which the host does not need
+    from .support import Support
+
+Message = dict[str, Any]
+"""A chat message, as transformers' templates take it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The limits at which a conversation ends, as in TRL.
+
+    Attributes:
+        completion_tokens: largest number of tokens after the prompt, sampled by the model or observed (tool results);
+            an observation that exceeds it is dropped.
+        model_tokens: the model's context length; after an observation, prompt and completion must be shorter than this.
+        tool_turns: largest number of turns in which tools are run.
+    """
+
+    completion_tokens: int
+    model_tokens: int
+    tool_turns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialogue:
+    """The input of one conversation: the prompt of one row of a batch, its tools, and functions that parse and render
+    turns.
+
+    Attributes:
+        prompt_ids: token ids of the rendered prompt.
+        parse: takes the sampled ids of one turn, and all ids before them; returns the assistant's message, whose
+            "tool_calls" are to be run. Called from the trainer's thread only, as is `observe`. Where it raises, the
+            turn is plain text.
+        decode: takes the sampled ids of one turn; returns its text.
+        observe: takes the tool messages of one turn; returns the ids between the end of that turn and the next one.
+        sync_tools, async_tools: the tools that may be called, by name: functions, and coroutine functions.
+        run_tools: the synchronous tools of all rows of the run by name, including those of other rows' environments.
+        images: images of the prompt, or None.
+        first: the completion of the first turn, where it is sampled already.
+        event_loop: the loop that runs asynchronous tools: the trainer's, so that clients they share with its reward
+            functions keep working. None where it has none.
+        environment: the environment whose methods are among the tools, or None.
+        discard: a function to call if a call of the environment never returned, so that no other row uses the
+            environment.
+    """
+
+    prompt_ids: list[int]
+    parse: Callable[[list[int], list[int]], Message]
+    observe: Callable[[list[Message]], list[int]]
+    sync_tools: Mapping[str, Callable[..., Any]]
+    async_tools: Mapping[str, Callable[..., Any]]
+    images: list[Any] | None = None
+    run_tools: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    first: Completion | None = None
+    event_loop: AbstractEventLoop | None = None
+    environment: Any = None
+    discard: Callable[[], None] = lambda: None
+    decode: Callable[[list[int]], str] = lambda token_ids: ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Turn:
+    """The token counts of one turn.
+
+    Attributes:
+        prompt: number of tokens before the turn.
+        sampled: number of tokens that the model sampled.
+        observed: number of tokens that the model was shown after that (tool results).
+    """
+
+    prompt: int
+    sampled: int
+    observed: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Conversation:
+    """The result of running a dialogue to its end: its tokens, messages and counts.
+
+    Attributes:
+        completion_ids: every token after the prompt.
+        loss_mask: 1 where a token was sampled, 0 where it was observed; all 0 where the conversation failed.
+        logprobs: log-prob of each token, 0.0 where it was observed; None where none were asked for.
+        support: the ids from which each token was sampled (`Completion.support`); None where no completion lists them.
+        messages: messages after the prompt, of the model and its tools.
+        images: images that tools returned, or that an environment showed after the prompt.
+        turns: one entry per turn.
+        calls, failed_calls: number of tool calls, and number of those whose result was an error.
+        mended_answers: number of tool answers from which lone surrogates were removed before the model saw them.
+        unparsed: why the last turn is plain text: the exception of `Dialogue.parse`; None where the turn was parsed.
+        failure: why the conversation broke off, or None.
+        finish_reason: how the last turn ended, see `Completion`.
+    """
+
+    completion_ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    logprobs: list[float | None] | None = None
+    support: Support | None = None
+    messages: list[Message] = field(default_factory=list)
+    images: list[Any] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    calls: int = 0
+    failed_calls: int = 0
+    mended_answers: int = 0
+    unparsed: str | None = None
+    failure: str | None = None
+    finish_reason: str | None = None
+
+    def sampled(self, completion: Completion) -> None:
+        """Append a completion that the model sampled."""
+        self._go_on(completion.support, len(completion.token_ids))
+        self.completion_ids += completion.token_ids
+        self.finish_reason = completion.finish_reason
+        self.loss_mask += [1] * len(completion.token_ids)
+        if completion.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + [candidates[0] for candidates in completion.logprobs]
+
+    def observed(self, token_ids: list[int]) -> None:
+        """Append tokens that the model was shown and did not sample, such as tool results."""
+        self._go_on(None, len(token_ids))
+        self.completion_ids += token_ids
+        self.loss_mask += [0] * len(token_ids)
+        if self.logprobs is not None:
+            self.logprobs += [0.0] * len(token_ids)
+
+    def _go_on(self, support: Support | None, tokens: int) -> None:
+        """Append the support of the next `tokens` tokens to `self.support`; None where they were not sampled, or their
+        support is not known."""
+        known = self.support if support is None else support
+        if known is None:
+            return
+        if self.support is None:
+            self.support = known.unsampled(len(self.completion_ids), known.vocabulary)
+        self.support += known.unsampled(tokens, known.vocabulary) if support is None else support
+
+
+RequestMaker = Callable[[int, int, list[int], list[Any] | None, int | None], Request]
+"""A function that makes the engine's request for one turn. Its arguments: the row's index on this rank; the number of
+the turn, which together with the row determines the seed; the ids of the prompt; its images; and the largest number of
+tokens to sample, where that is less than the run's limit."""
+
+
+def images_of(messages: Iterable[Message]) -> list[Any]:
+    """Return the images in the content blocks of chat messages, in order.
+
+    Raises:
+        KeyError: an image block has no image.
+    """
+    return [
+        part["image"]
+        for message in messages
+        if isinstance(message.get("content"), list)
+        for part in message["content"]
+        if isinstance(part, dict) and part.get("type") == "image"
+    ]
+
+
+def opening(prompt: list[Message], observation: str | list[Message] | None) -> list[Message]:
+    """Return the first messages of an episode: the dataset's prompt, extended by what the environment's `reset`
+    returned. A text is added to the last message."""
+    if observation is None:
+        return prompt
+    if isinstance(observation, list):
+        return [*prompt, *observation]
+    last = prompt[-1]
+    content = last["content"]
+    if isinstance(content, list):
+        return [*prompt[:-1], {**last, "content": [*content, {"type": "text", "text": observation}]}]
+    return [*prompt[:-1], {**last, "content": content + observation}]

@@ -1,0 +1,333 @@
+"""A tool's answer as text: this module alone decides how the model is shown what a tool returns.
+
+TRL puts a list into the message as it is, since it may hold content blocks, and `str` of all else. Three things can go
+wrong. `str` may raise, which ends the run. A text may hold a lone surrogate, which no tokenizer accepts. And many chat
+templates drop a list or a part of it: Qwen3's shows no list at all.
+
+Source: trl 1.16, `GRPOTrainer._tool_call_loop` and `_get_tool_suffix_ids`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # a tool's process imports only what it uses
+    from ..contract.conversation import Message
+
+logger = logging.getLogger(__name__)
+
+DEPTH = 4
+"""The number of nested levels of a tool's result for which it is tested whether a chat template shows them; deeper
+values count as texts."""
+
+
+class UnshowableError(Exception):
+    """An error for a tool's result that cannot be shown to the model. Its text says why."""
+
+
+def as_content(value: Any) -> Any:
+    """Return a tool's result as the content of its chat message: a list stays a list, anything else becomes a text.
+
+    Content objects of MCP (Model Context Protocol) in a list become text blocks: with the text of a text or a resource,
+    and with the kind of any other object, such as "[audio …]".
+
+    Raises:
+        UnshowableError: the result cannot be turned into a text, or it holds an image block without an image.
+    """
+    try:
+        if not isinstance(value, list):
+            return str(value)
+        blocks = [_block(part) for part in value]
+        str(blocks)  # checks that a template can use its text
+    except UnshowableError:
+        raise
+    except Exception as error:
+        kind = type(value).__qualname__
+        reason = f"the result, a {kind}, cannot be turned into a string: {described(error)}"
+        raise UnshowableError(reason) from error
+    same = all(block is part for block, part in zip(blocks, value, strict=True))
+    return value if same else blocks
+
+
+def described(error: BaseException) -> str:
+    """Return "class: text" of an exception; only its class and a note where its `__str__` raises."""
+    kind = type(error).__name__
+    try:
+        return f"{kind}: {error}"
+    except (Exception, SystemExit) as another:  # a foreign __str__ may raise anything
+        return f"{kind}, whose text cannot be made: {type(another).__name__}"
+
+
+def readable(value: Any) -> Any:
+    """Return a text, or nested lists and dicts of texts, without lone surrogates, which no tokenizer accepts. A value
+    without any is returned itself.
+
+    Two surrogates that form a pair become their character, any other one becomes U+FFFD.
+    """
+    if all(_is_unicode(text) for text in _texts(value)):
+        return value
+    try:
+        return _replaced(value)
+    except RecursionError:  # `str` of a list escapes surrogates
+        return str(value)
+
+
+def as_text(content: Any) -> str:
+    """Return a message's content as one text: the texts of content blocks, one per line, or the `str` of anything
+    else."""
+    if isinstance(content, list) and any(_is_block(part) for part in content):
+        return str(readable("\n".join(_text_of(part) for part in content)))
+    return str(readable(str(content)))
+
+
+class Answers:
+    """Converts tools' messages to a form in which the chat template shows everything that they say.
+
+    To find out, the template is rendered with a list of the same structure in which each text is a made-up word. Where
+    a word is missing in the rendered text, lists of this structure are turned into text. The result is kept for all
+    lists of the same structure. Use one object per batch: the next batch may have another template. May be called from
+    several threads at once.
+
+    Args:
+        render: takes tool messages; returns the rendered text of a conversation that ends with them.
+        template: name of the chat template, for warnings.
+        sees_images: whether the model sees images.
+    """
+
+    def __init__(self, render: Callable[[list[Message]], str], template: str, *, sees_images: bool) -> None:
+        self._render, self._template, self._sees_images = render, template, sees_images
+        self._shows: dict[Any, bool] = {}
+
+    def shown(self, messages: Sequence[Message]) -> list[Message]:
+        """Return tool messages in a form that the template shows completely; those that it shows already stay
+        unchanged.
+
+        A warning names each tool whose images or texts the template cannot show, once.
+        """
+        return [self._message({**message, "name": readable(message["name"])}) for message in messages]
+
+    def as_texts(self, messages: Sequence[Message]) -> list[Message]:
+        """Return tool messages with their contents turned into plain texts."""
+        return [{**message, "name": readable(message["name"]), "content": _as_one(message)} for message in messages]
+
+    def _message(self, message: Message) -> Message:
+        content = readable(message["content"])
+        if isinstance(content, list) and not self._shows_all(message["name"], content):
+            content = self._mended(message["name"], content)
+        return {**message, "content": content}
+
+    def _mended(self, name: str, content: list[Any]) -> Any:
+        """Return a list that the template does not show completely as text and image blocks if it shows those, else as
+        one text.
+
+        Args:
+            name: the tool's name.
+        """
+        if any(_is_image(part) for part in content):
+            blocks = [p if _is_image(p) else {"type": "text", "text": _text_of(p)} for p in content]
+            if self._sees_images and self._shows_all(name, blocks):
+                return blocks
+            _warn_once(name, self._template, "an image")
+        text = as_text(content)
+        if not self._finds(name, "text", "", {"qzxtextq"}, "qzxtextq"):
+            _warn_once(name, self._template, "a text")
+        return text
+
+    def _shows_all(self, name: str, content: list[Any]) -> bool:
+        """Return whether the template shows every text and number in a list, and shows its images in some way.
+
+        Args:
+            name: the tool's name.
+        """
+        if not content:
+            return self._finds(name, "nothing", "", {"[]"}, [])
+        words = _Words()
+        probe = _probe(content, words, DEPTH)
+        if not self._finds(name, _shape(content, DEPTH), [], words.used, probe):
+            return False
+        rest = [part for part in probe if not _is_image(part)]
+        return len(rest) == len(probe) or self._finds(name, ("images", _shape(content, DEPTH)), rest, set(), probe)
+
+    def _finds(self, name: str, shape: Any, less: Any, words: set[str], content: Any) -> bool:
+        """Return whether the template shows a content: whether a tool message with it renders to a text that has every
+        word more often than a message with the content `less`, and differs from that one.
+
+        Args:
+            name: the tool's name.
+            shape: the key under which the result is kept.
+        """
+        if shape not in self._shows:
+            try:
+                rendered = self._render([{"role": "tool", "name": name, "content": content}])
+                beside = self._render([{"role": "tool", "name": name, "content": less}])
+                missing = any(rendered.count(word) <= beside.count(word) for word in words)
+                self._shows[shape] = rendered != beside and not missing
+            except Exception:  # any error means that the template cannot show it
+                self._shows[shape] = False
+        return self._shows[shape]
+
+
+class _Words:
+    """Makes up words and numbers that occur in no chat template, a different one at each call. `used` holds all of
+    them."""
+
+    def __init__(self) -> None:
+        self.used: set[str] = set()
+
+    def text(self) -> str:
+        word = f"qzx{len(self.used)}q"
+        self.used.add(word)
+        return word
+
+    def number(self) -> int:
+        number = 731_000_000 + len(self.used)
+        self.used.add(str(number))
+        return number
+
+
+def _probe(value: Any, words: _Words, depth: int) -> Any:
+    """Return a copy of a tool's result with a made-up word or number in place of each text or number, to be searched
+    for in the rendered template. Of list items with the same structure only one is kept.
+
+    Args:
+        words: makes the words, and remembers them.
+        depth: how many nested levels are copied; a deeper value becomes one word.
+    """
+    if value is None or _is_image(value):
+        return value
+    if isinstance(value, int | float):
+        return words.number()
+    if depth and isinstance(value, list):
+        different = {_shape(part, depth - 1): part for part in reversed(value)}
+        return [_probe(part, words, depth - 1) for part in reversed(different.values())]
+    if _is_text(value):
+        return {**value, "text": words.text()}  # its other fields need not be shown
+    if depth and isinstance(value, Mapping):
+        return {key: part if key == "type" else _probe(part, words, depth - 1) for key, part in value.items()}
+    return words.text()
+
+
+def _shape(value: Any, depth: int) -> Any:
+    """Return a hashable description of a value's structure, as far as a template can tell it apart: equal for lists
+    that differ only in their texts and lengths.
+
+    Args:
+        depth: how many nested levels are described; a deeper value counts as a text.
+    """
+    if value is None:
+        return None
+    if isinstance(value, int | float):
+        return "number"
+    if depth and isinstance(value, list):
+        return "list", *dict.fromkeys(_shape(part, depth - 1) for part in value)
+    if _is_image(value) or _is_text(value):
+        return value["type"], *map(str, value)
+    if depth and isinstance(value, Mapping):
+        kind = str(value.get("type"))
+        return "dict", kind, *((str(key), _shape(part, depth - 1)) for key, part in value.items())
+    return "text"
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "image" and "image" in part
+
+
+def _is_block(part: Any) -> bool:
+    return _is_text(part) or _is_image(part) or _resource(part) is not None
+
+
+def _text_of(part: Any) -> str:
+    """Return the text of a content block: "[image]" for an image, the `str` of a part that is no block."""
+    if _is_text(part):
+        return str(part["text"])
+    if _is_image(part):
+        return "[image]"
+    text = _resource(part)
+    return str(part) if text is None else text
+
+
+def _resource(part: Any) -> str | None:
+    """Return the text of an MCP resource block in its JSON form; None for anything else."""
+    resource = part.get("resource") if isinstance(part, Mapping) and part.get("type") == "resource" else None
+    text = resource.get("text") if isinstance(resource, Mapping) else None
+    return text if isinstance(text, str) else None
+
+
+def _block(part: Any) -> Any:
+    """Return an item of a tool's list as a text block where it is a content object of MCP, or the JSON of an MCP image
+    or audio; else the item itself.
+
+    Raises:
+        UnshowableError: an image block has no image.
+
+    Source: the Model Context Protocol's schema of 2025-06-18, `ContentBlock`.
+    """
+    if isinstance(part, Mapping):
+        if part.get("type") in ("image", "audio") and "data" in part and part["type"] not in part:
+            return {"type": "text", "text": f"[{part['type']} {part.get('mimeType', '')}".rstrip() + "]"}
+        if part.get("type") == "image" and "image" not in part:
+            raise UnshowableError("the result holds a block of an image without the image")
+        return part
+    kind = None if isinstance(part, str | list) else getattr(part, "type", None)
+    if not isinstance(kind, str) or kind not in ("text", "image", "audio", "resource", "resource_link"):
+        return part
+    resource = getattr(part, "resource", part)
+    text = getattr(resource, "text", None)
+    if isinstance(text, str):
+        return {"type": "text", "text": text}
+    about = getattr(resource, "uri", None) or getattr(part, "mimeType", None) or getattr(part, "mime_type", None)
+    return {"type": "text", "text": f"[{kind} {about or ''}".rstrip() + "]"}
+
+
+def _as_one(message: Message) -> str:
+    content = message["content"]
+    return as_text(content) if isinstance(content, list) else str(readable(content))
+
+
+def _is_unicode(text: str) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all texts in nested lists, tuples and dicts, keys included, to any depth."""
+    waiting, seen = [value], set[int]()
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, str):
+            yield part
+        elif isinstance(part, list | tuple | Mapping) and id(part) not in seen:
+            seen.add(id(part))  # a list may hold itself
+            waiting.extend(itertools.chain(*part.items()) if isinstance(part, Mapping) else part)
+
+
+def _replaced(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, Mapping):
+        return {_replaced(key): _replaced(part) for key, part in value.items()}
+    return [_replaced(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+@functools.lru_cache(maxsize=256)
+def _warn_once(tool: str, template: str, what: str) -> None:
+    logger.warning(
+        "Tool %r returned %s, and the chat template of %s shows nothing of it: the model does not see what it asked "
+        "for. Return something else, or give the trainer's processing class a template that shows it.",
+        tool,
+        what,
+        template,
+    )

@@ -1,0 +1,1 @@
+"""The hybrid engine, for training loops without a TRL trainer."""

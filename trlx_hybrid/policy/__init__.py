@@ -1,0 +1,1 @@
+"""The model being trained: its weights as they are, whatever wraps, shards, adapts or quantises it."""

@@ -1,0 +1,261 @@
+"""Checks that a run trains its policy: what the optimizer holds, and what its first steps do to the weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError, SyncError, listed
+from .adapters import adapter_layers, held_by
+from .sharded import is_sharded
+from .step_size import StepSizes
+
+if TYPE_CHECKING:
+    from ..interprocess.ranks import Ranks
+    from .policy import Policy
+
+logger = logging.getLogger(__name__)
+
+NO_GRADIENT = 1e-6
+"""The absolute value above which a gradient must change its weight. Adam divides by the gradient's size plus 1e-8, so a
+gradient far above that makes a full step, and one below it makes hardly any."""
+
+PLAIN = ("torch.optim.", "transformers.optimization")
+"""Prefixes of the modules whose optimizers write to the parameters that they are given. Other optimizers may hold
+copies of them, or slices of flat buffers."""
+
+HALF = (
+    "In float16 the squares of small gradients are 0, and Adam divides by their root. Load the model in float32 "
+    "(dtype='float32', with fp16=True or bf16=True for its products) or in bfloat16. SGD, Adafactor and Adam with "
+    "adam_epsilon=1e-4 do train float16 weights."
+)
+
+
+def trained_parameters(policy: Policy) -> dict[str, nn.Parameter]:
+    """Return the parameters that require gradients and take part in what the policy computes, by their names.
+
+    Parameters of adapters that are inactive, disabled or merged into the base are left out.
+    """
+    idle = {id(p) for layer in adapter_layers(policy.modules) for p in _idle(layer)}
+    named = policy.module.named_parameters()
+    return {name: p for name, p in named if p.requires_grad and id(p) not in idle}
+
+
+def _idle(layer: Any) -> Iterator[nn.Parameter]:
+    """Yield the adapter parameters of a PEFT layer or wrapper that have no effect on its output now."""
+    off = bool(layer.disable_adapters) or _is_merged(layer)
+    active: Any = () if off else layer.active_adapters
+    return (p for adapter, p in held_by(layer) if adapter not in active)
+
+
+def _is_merged(layer: Any) -> bool:
+    return bool(getattr(layer, "merged", False))
+
+
+def refuse_idle(policy: Policy, optimizer: Any) -> None:
+    """Refuse a run whose optimizer would change no weight of the policy.
+
+    Only torch's and transformers' optimizers are checked: others may hold copies of the weights, and DeepSpeed's holds
+    none between its steps. For them the first step shows whether weights are written.
+
+    Args:
+        optimizer: torch's, or accelerate's around it.
+
+    Raises:
+        ConfigError: no parameter of the policy that requires gradients is in the optimizer (TRL issue #6700).
+    """
+    trained = trained_parameters(policy)
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not trained:
+        raise ConfigError(
+            f"No parameter of the policy requires gradients, so the run would train nothing. {_why(policy)}"
+        )
+    inner = getattr(optimizer, "optimizer", optimizer)
+    plain = type(inner).__module__.startswith(PLAIN) and policy.fsdp_version != 1
+    if plain and stepped.isdisjoint(map(id, trained.values())):
+        raise ConfigError(
+            f"The optimizer ({type(inner).__name__}) holds none of the policy's {len(trained)} trainable parameters, "
+            "so the run would train nothing. Leave it to the trainer to make one, or make it after the model is frozen "
+            "or adapted, for the parameters of the very model that the trainer gets."
+        )
+
+
+def _why(policy: Policy) -> str:
+    """Return sentences for an error message: why no parameter of a policy requires gradients, and how to change
+    that."""
+    if not policy.adapters:
+        return (
+            "All of its weights are frozen, as `merge_and_unload()` leaves them. Either train them all "
+            "(`model.requires_grad_(True)`), or give the trainer a `peft_config`, which adds an adapter to train."
+        )
+    layers = adapter_layers(policy.modules)
+    if any(bool(layer.disable_adapters) for layer in layers):
+        return (
+            "The layers of its adapter are disabled. Either enable them (`model.base_model.enable_adapter_layers()`), "
+            "or call `merge_and_unload()` and give the trainer a `peft_config`, which adds an adapter to train."
+        )
+    if any(map(_is_merged, layers)):
+        return (
+            "Its adapter is merged into the base. Either take it out (`model.unmerge_adapter()`), or call "
+            "`merge_and_unload()` and give the trainer a `peft_config`, which adds an adapter to train."
+        )
+    return (
+        "Its active adapter is frozen, as `PeftModel.from_pretrained` leaves it. Either load it with "
+        "`is_trainable=True`, or call `merge_and_unload()` and give the trainer a `peft_config`, which adds an adapter "
+        "to train."
+    )
+
+
+class FirstStep:
+    """Checks that the optimizer changes the weights that are synced, at the first step in which it must.
+
+    An optimizer may hold other memory than the model's parameters, or its updates may be rounded away. A step has to
+    change something where the learning rate and some gradient are above zero and no gradient overflowed; the steps
+    before it (a warm-up from 0, groups with equal rewards, a masked batch) show nothing. Trainable parameters that got
+    no gradient in that step are named in a warning or an error.
+    """
+
+    def __init__(self, policy: Policy, ranks: Ranks) -> None:
+        self._policy, self._ranks = policy, ranks
+        self._before: int | None = None
+        self._trained: dict[str, nn.Parameter] = {}
+        self._blocks, self._sizes = ReentrantBlocks([]), StepSizes()
+        self._done = False
+
+    def begins(self, optimizer: Any) -> None:
+        """Record a digest of the weights before an optimizer step; call it when the step's learning rate is set."""
+        self._before = None
+        rate = max((float(group.get("lr") or 0) for group in optimizer.param_groups), default=0.0)  # Adafactor has None
+        if rate <= 0 or (self._done and self._sizes.over):
+            return
+        self._policy.reshard()  # the same sharding as after the step
+        self._trained = trained_parameters(self._policy)
+        self._sizes.begins(self._trained, rate)
+        if not self._done:
+            self._before = self._policy.digest(self._trained.values())
+            self._blocks.close()
+            self._blocks = ReentrantBlocks(self._policy.modules)
+
+    def ended(self, step: int, optimizer: Any) -> None:
+        """Check the step that the optimizer has just taken, while the gradients are still there. Collective.
+
+        Raises:
+            SyncError: no bit of any trainable weight has changed on any rank; or unsharded weights differ between
+                ranks; or gradient checkpointing keeps gradients from some weights; or the step moved weights further
+                than its learning rate can.
+        """
+        before, self._before = self._before, None
+        self._blocks.close()
+        if getattr(optimizer, "step_was_skipped", False):
+            return
+        self._check_sizes(step, optimizer)
+        if before is None:
+            return
+        digest = self._policy.digest(self._trained.values())
+        moved = self._done = self._ranks.any(digest != before)
+        whole = not any(map(is_sharded, self._policy.module.parameters()))
+        if moved and whole and len(set(self._ranks.gather(digest))) > 1:
+            raise SyncError(
+                f"After step {step + 1} of the optimizer the ranks hold different weights: each trains on its own. Is "
+                "the model inside of DDP? What is wrapped or replaced by hand has to be before the trainer is made."
+            )
+        if not self._ranks.any(any(map(_has_gradient, self._trained.values()))):
+            return
+        if not moved:
+            raise SyncError(
+                f"Step {step + 1} of the optimizer changed no bit of any trainable weight, although its gradients and "
+                f"its learning rate are not 0: what follows would train nothing. Weights in {self._policy.dtype} round "
+                "updates away that are small beside them: load the model in float32, or raise learning_rate. Or the "
+                "optimizer was made for other tensors than the model's parameters."
+            )
+        self._check_gradients(step)
+
+    def _check_sizes(self, step: int, optimizer: Any) -> None:
+        """Check the size of the step against its learning rate. Collective until all first steps are checked."""
+        if self._sizes.over:
+            return
+        found = self._sizes.ended(self._trained)
+        if not self._ranks.any(found is not None):
+            return
+        found = next(filter(None, self._ranks.gather(found)))
+        name = type(getattr(optimizer, "optimizer", optimizer)).__name__
+        half = any(p.dtype is torch.float16 for p in self._trained.values())
+        raise SyncError(
+            f"Step {step + 1} of the optimizer ({name}) moved weights further than its learning rate can: {found}. "
+            f"{HALF if half else 'It computes something else than a step of that size.'}"
+        )
+
+    def _check_gradients(self, step: int) -> None:
+        """Raise for trainable parameters that can never get a gradient, and warn of others that got none.
+        Collective."""
+        without = {name: p for name, p in self._trained.items() if p.grad is None}
+        if len(without) == len(self._trained):
+            without = {}  # DeepSpeed keeps gradients elsewhere
+        cut = self._blocks.cut(without)
+        if self._ranks.any(bool(cut)):
+            names = next(filter(None, self._ranks.gather(cut)))
+            raise SyncError(
+                f"In step {step + 1}, {len(names)} of {len(self._trained)} trainable parameters got no gradient and "
+                f"never will: {listed(names)}. Their layers are checkpointed with use_reentrant=True, which needs an "
+                "input that requires gradients, and what goes into them is frozen. Set gradient_checkpointing_kwargs="
+                "{'use_reentrant': False}, or call `model.enable_input_require_grads()` before the training."
+            )
+        if without and self._ranks.rank == 0:
+            logger.warning(
+                "In step %d, %d of %d trainable parameters got no gradient: %s. Layers that this batch does not use "
+                "have none, as a vision tower without images. If these are used, something between them and the loss "
+                "keeps the gradients from them.",
+                step + 1,
+                len(without),
+                len(self._trained),
+                listed(list(without)),
+            )
+
+
+def _has_gradient(p: nn.Parameter) -> bool:
+    grad = getattr(p.grad, "_local_tensor", p.grad)
+    return grad is not None and bool((grad.abs() > NO_GRADIENT).any())
+
+
+class ReentrantBlocks:
+    """Records by forward hooks whether layers that are checkpointed with use_reentrant=True get inputs that require
+    gradients.
+
+    The weights of such a layer get gradients only if some input tensor of the layer requires them.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._fed: dict[nn.Module, bool] = {}  # for each block that ran: whether an input required gradients
+        blocks = [module for module in modules if _reentrant(module)]
+        self._hooks = [block.register_forward_pre_hook(self._note, with_kwargs=True) for block in blocks]
+
+    def _note(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = (*args, *kwargs.values())
+        needs = any(isinstance(value, Tensor) and value.requires_grad for value in given)
+        self._fed[block] = self._fed.get(block, False) or needs
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def cut(self, without: dict[str, nn.Parameter]) -> list[str]:
+        """Return the names of the parameters in `without` that can never get a gradient, because no input of their
+        layer requires one.
+
+        Args:
+            without: parameters that got no gradient, by name.
+        """
+        cut = {id(p) for block, fed in self._fed.items() if not fed for p in block.parameters()}
+        return [name for name, p in without.items() if id(p) in cut]
+
+
+def _reentrant(module: nn.Module) -> bool:
+    function = getattr(module, "_gradient_checkpointing_func", None)
+    kwargs = getattr(function, "keywords", None) or {}
+    return bool(getattr(module, "gradient_checkpointing", False) and kwargs.get("use_reentrant"))

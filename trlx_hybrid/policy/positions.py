@@ -1,0 +1,102 @@
+"""Position ids for rows that are padded on the left, for models that count positions from the start of a row.
+
+TRL pads prompts on the left and gives its models no positions, so transformers counts the padding, too. Rotary
+embeddings see only distances. An embedding of each position (GPT-2) sees a row shifted by its padding: beside a longer
+prompt its log-probs change, by 3 nats in a small test, and an engine does not pad. So such a model is given the
+position ids that `generate` gives it, counted from the attention mask.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError
+from ..weights.verify import PROBE_TOKENS, TOLERANCE, coarsest
+
+if TYPE_CHECKING:
+    from .policy import Policy
+
+SCALED = "llama_4_scaling_beta"
+"""The key of `rope_parameters` that makes attention scale with the position, so that a shifted row has other log-probs
+although its model uses rotary embeddings."""
+
+
+def counts_positions(model: Any) -> bool:
+    """Return whether a text model may compute a row differently when it begins at a later position."""
+    config = model.config
+    rotary = getattr(config, "rope_parameters", None)
+    text = config.get_text_config() is config
+    return text and not getattr(model, "_is_stateful", False) and (not rotary or SCALED in rotary)
+
+
+def takes_positions(model: Any) -> bool:
+    """Return whether the model's `forward` takes position ids."""
+    return "position_ids" in inspect.signature(type(model.base_model).forward).parameters
+
+
+def from_mask(attention_mask: Tensor) -> Tensor:
+    """Return position ids (B, T) int64 for an attention mask (B, T). Each row's tokens count from 0; padding before
+    them has position 0."""
+    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def _fill(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """Add position ids to the arguments of a forward pass that has an attention mask but no position ids; a forward
+    pre-hook. Returns the new arguments, or None to leave them."""
+    mask = kwargs.get("attention_mask")
+    if kwargs.get("position_ids") is not None or not isinstance(mask, Tensor) or mask.ndim != 2:
+        return None
+    given = [args[0] if args else None, kwargs.get("input_ids"), kwargs.get("inputs_embeds")]
+    length = next((tokens.shape[1] for tokens in given if tokens is not None), mask.shape[1])
+    return args, kwargs | {"position_ids": from_mask(mask)[:, -length:]}  # the mask covers a cache, too
+
+
+class Positions:
+    """Adds position ids, counted without left padding, to the forward passes of models, until `close` is called.
+
+    Args:
+        models: transformers models; a model that counts no positions, or takes no position ids, stays as it is.
+    """
+
+    def __init__(self, models: Iterable[Any]) -> None:
+        told = [model for model in models if counts_positions(model) and takes_positions(model)]
+        inner: list[nn.Module] = [model.base_model for model in told]  # TRL also calls it without the head
+        self._hooks = [model.register_forward_pre_hook(_fill, with_kwargs=True) for model in inner]
+
+    def close(self) -> None:
+        """Remove the hooks from the models."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def check_positions(policy: Policy, autocast: torch.dtype) -> None:
+    """Check that padding before a row does not change its log-probs. Collective; computes nothing for a model whose
+    attention sees only distances between tokens.
+
+    Args:
+        autocast: dtype of the trainer's matrix products.
+
+    Raises:
+        ConfigError: padding changes the log-probs by more than rounding explains.
+    """
+    model = policy.base
+    if not counts_positions(model):
+        return
+    vocabulary = model.config.vocab_size
+    ids = [(7919 * i + 11) % vocabulary for i in range(1, 2 * PROBE_TOKENS + 1)]
+    prompt, completion = ids[:PROBE_TOKENS], ids[PROBE_TOKENS:]
+    alone, padded = (policy.log_probs(prompt, completion, padding=n) for n in (0, PROBE_TOKENS))
+    policy.reshard()
+    gap = float((alone - padded).abs().max())
+    if gap > TOLERANCE[coarsest(*policy.dtypes, autocast)]:
+        raise ConfigError(
+            f"{type(model).__name__} counts positions from the padding on: {PROBE_TOKENS} tokens of padding before a "
+            f"row move its log-probs by {gap:.3g} nats. TRL pads the shorter prompts of a batch, engines pad none, so "
+            "that the trainer would score other rows than were sampled. Its `forward` takes no `position_ids` that "
+            "could tell it: let it take them, or train a model with rotary positions."
+        )

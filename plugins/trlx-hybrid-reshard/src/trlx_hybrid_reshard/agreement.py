@@ -1,8 +1,8 @@
-"""Agreement of the ranks before bytes move: every rank is there, and all of them are about to do the same sync.
+"""The ranks' agreement before weights move: every rank is there, and all of them are about to do the same weight sync.
 
-A rank that waits for others can tell which rank is missing, and whether that rank is alive. Each rank records in the
-rendezvous store that it has entered a step. Beside NCCL's work on the device, the ranks meet over gloo's sockets, which
-close when their process ends. So a dead rank is told from a slow one, which is waited for.
+A rank that waits for others can tell which rank is missing, and whether that rank is alive. Each rank counts the
+collective steps that it has entered in torch's rendezvous store. Beside NCCL's work on the device, the ranks meet over
+gloo's sockets, which close when their process ends. So a dead rank is told from a slow one, which is waited for.
 """
 
 from __future__ import annotations
@@ -23,20 +23,27 @@ logger = logging.getLogger(__name__)
 POLL = 2e-5
 """Seconds between two checks of a device or a connection."""
 TELL = 60.0
-"""Seconds between two log lines that name the ranks that a rank waits for."""
+"""Seconds between two log lines that name the ranks for which this rank waits."""
 ANSWER = 1.0
 """Seconds within which every rank that found a sync broken has recorded it in the store."""
 
 
 class Agreement:
-    """The agreement of all ranks, over gloo, which takes CPU tensors and keeps deadlines. All methods are collective.
+    """Collective checks among all ranks before a weight sync, which raise an error that names the rank that is missing.
+    They run over gloo, which takes CPU tensors and keeps deadlines. Every method but `use` and `close` must be called
+    by all ranks.
 
     Args:
+        rank: the number of this rank.
+        world: the number of ranks.
         deadline: seconds to wait for a living rank.
         stall: seconds for NCCL's all-reduce to complete once all ranks have come, which normally takes none.
 
     Attributes:
-        group: the gloo group; None for a single rank.
+        group: the gloo process group of all ranks; None for a single rank.
+
+    Raises:
+        PeerLostError: a rank did not come to the constructor in time; names it.
     """
 
     _made = 0  # counts per process: all ranks make the same number, so it names the same agreement on all
@@ -61,10 +68,11 @@ class Agreement:
         self.group = dist.new_group(backend="gloo", timeout=limit)
 
     def exchange(self, what: str, value: T) -> list[T]:
-        """Return one picklable value per rank, on every rank.
+        """Gather one picklable value per rank, and return the values on every rank, ordered by rank.
 
         Args:
-            what: the step that the ranks enter, for the message.
+            what: the step that the ranks enter, for the error message, such as "the start of the weight sync".
+            value: the value of this rank.
 
         Raises:
             PeerLostError: a rank did not come; names it.
@@ -80,15 +88,28 @@ class Agreement:
         return gathered
 
     def use(self, group: Any, device: torch.device) -> None:
-        """Compare numbers over this group of all ranks from now on: NCCL takes a tenth of gloo's time."""
+        """Compare numbers over this process group from now on, because NCCL takes a tenth of gloo's time.
+
+        Args:
+            group: an NCCL group of all ranks.
+            device: this rank's CUDA device.
+        """
         self._fast = group, device
 
     def same(self, what: str, numbers: Sequence[int], flag: bool) -> tuple[bool, bool]:
-        """Return whether all ranks have these 64-bit integers, and whether any rank has raised the flag. Takes one
-        all-reduce.
+        """Compare integers between all ranks with one all-reduce.
+
+        Args:
+            what: the step that the ranks enter, for the error message.
+            numbers: 64-bit integers of this rank, the same count on every rank.
+            flag: any boolean of this rank.
+
+        Returns:
+            Two booleans, equal on all ranks: whether all ranks have the same `numbers`, and whether `flag` is True on
+                any rank.
 
         Raises:
-            PeerLostError: see `exchange`.
+            PeerLostError: a rank did not come; names it.
         """
         if self.group is None:
             return True, flag
@@ -105,7 +126,8 @@ class Agreement:
         return bool((most == ~least).all()), bool(raised)
 
     def roll_call(self) -> str:
-        """Return a sentence on which ranks still answer, for a sync that all ranks entered and that does not go on."""
+        """Return a sentence on which ranks still answer, for the error message of a sync that all ranks entered and
+        that does not go on."""
         self._enter()
         time.sleep(ANSWER)
         missing = self._missing()
@@ -116,7 +138,8 @@ class Agreement:
         )
 
     def _on_device(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """Start the all-reduce over NCCL. Returns the tensor that will get the result, and the event of its arrival."""
+        """Start the all-reduce (maximum) of int64 values over NCCL. Returns the pinned CPU tensor that will get the
+        result, and the CUDA event that says when it is there."""
         assert self._fast is not None
         group, device = self._fast
         there = values.pin_memory().to(device, non_blocking=True)
@@ -126,11 +149,13 @@ class Agreement:
         return back, torch.cuda.current_stream(device).record_event()
 
     def _wait(self, what: str, began: float, meeting: Any, event: torch.cuda.Event | None) -> None:
-        """Wait until the event, or without an event until all ranks have met. `meeting` fails where a rank has died,
-        and at the deadline.
+        """Wait for an all-reduce of all ranks, and log every minute for which rank.
 
         Args:
-            began: the time in seconds of `time.monotonic` at which this rank came.
+            what: the step that the ranks enter, for messages.
+            began: the time at which this rank came, in seconds of `time.monotonic`.
+            meeting: gloo's work handle, which fails if a rank has died, and at the deadline.
+            event: the CUDA event to wait for; None waits for `meeting`.
 
         Raises:
             PeerLostError: a rank died or did not come in time, or all ranks came and the event did not.
@@ -165,10 +190,19 @@ class Agreement:
             time.sleep(POLL)
 
     def _enter(self) -> None:
+        """Record in the store that this rank has entered one more collective step."""
         self._round += 1
         self._store.set(f"at/{self._rank}", str(self._round))  # does not wait for an answer
 
     def _lost(self, what: str, waited: str, error: Exception | None) -> PeerLostError:
+        """Return the error for a step to which some ranks did not come.
+
+        Args:
+            what: the step, for the message.
+            waited: the time waited, as text; "" for the whole deadline.
+            error: gloo's error if a connection has closed, that is, if a rank has died or left; None for a rank that
+                lives.
+        """
         if error is not None:
             time.sleep(ANSWER)  # a closed connection is seen at once, before other living ranks have entered
         missing = self._missing()
@@ -189,26 +223,27 @@ class Agreement:
         return " and ".join(f"rank {rank}" for rank in ranks)
 
     def _missing(self) -> list[int]:
+        """Return the ranks that have not entered the collective step that this rank is in."""
         try:
             return [rank for rank in range(self._world) if self._round_of(rank) < self._round]
         except RuntimeError:  # the rank that held the store is gone
             return []
 
     def _round_of(self, rank: int) -> int:
-        """Return the number of collectives that a rank has entered."""
+        """Return the number of collective steps that a rank has entered."""
         key = f"at/{rank}"
         return int(self._store.get(key)) if self._store.check([key]) else 0
 
     def close(self) -> None:
-        """Destroy the group, unless the process groups are gone already."""
+        """Destroy the gloo group, unless torch's process groups are gone already."""
         group, self.group = self.group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
 
 def model_difference(theirs: Sequence[Mapping[str, Any]]) -> str | None:
-    """Describe the first rank that trains another model than rank 0, and where it differs. Returns None where all ranks
-    train the same model.
+    """Describe the first rank that trains another model than rank 0, and the first parameter that differs. Returns None
+    if all ranks train the same model.
 
     Args:
         theirs: for each rank, the shape of every parameter, by name.
@@ -225,10 +260,10 @@ def model_difference(theirs: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def plan_difference(theirs: Sequence[Sequence[int]]) -> str:
-    """Describe the first rank that is about to do another sync than rank 0.
+    """Describe the first rank that is about to do another weight sync than rank 0.
 
     Args:
-        theirs: for each rank, its weight version and the digests of its plans.
+        theirs: for each rank, its weight version, followed by the 64-bit digests of its plans.
     """
     other = next(rank for rank, numbers in enumerate(theirs) if numbers != theirs[0])
     return (
@@ -239,4 +274,5 @@ def plan_difference(theirs: Sequence[Sequence[int]]) -> str:
 
 
 def _text(digests: Sequence[int]) -> str:
+    """Format signed 64-bit digests as hexadecimal numbers, joined by slashes."""
     return "/".join(f"{digest & (2**64 - 1):016x}" for digest in digests)

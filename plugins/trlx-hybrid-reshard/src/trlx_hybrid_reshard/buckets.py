@@ -1,9 +1,10 @@
-"""Buckets of transfers: the transfers of all ranks in one common order, cut where a bucket is full.
+"""The schedule of a reshard: all transfers between all ranks in one common order, divided into buckets of limited size.
 
-Every rank computes the same buckets from the two layouts, so that both ends of a transfer agree on when it happens. The
-order is that of the layers within their pipeline stage of the target, so that stages fill at the same time. A parameter
-larger than a bucket moves in rounds. Round k is the k-th share of the rows of every rank's own piece, the smaller of
-its source and its target piece that has enough rows, so that all ranks send and receive in every round.
+Every rank computes the same buckets from the two layouts, so that sender and receiver agree on when a transfer happens.
+The transfers are ordered by layer, counted within the engine's pipeline stage, so that all stages fill at the same
+time. A parameter larger than a bucket moves in rounds: each rank's part of it is cut along its rows into as many shares
+as there are rounds, and round k moves share k of every rank. So all ranks send and receive in every round. Either the
+parts before the reshard (source) or those after it (target) are cut: the smaller ones that have enough rows.
 """
 
 from __future__ import annotations
@@ -18,20 +19,23 @@ from .plan import ModelSharding
 from .sharding import Ints, Sharding, length, overlap
 
 CAPACITY = 256 << 20
-"""The capacity of a bucket: the bytes that one rank receives and packs in it, unless a single row is larger."""
+"""The capacity of a bucket in bytes: what one rank receives and packs for it, unless a single row of a tensor is
+larger."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buckets:
-    """The schedule of a reshard: the bucket in which each piece moves.
+    """The schedule of a reshard: the number of the bucket in which each part of each parameter moves.
+
+    The tuples have one entry per parameter class, that is, per parameter of the model with all its layers.
 
     Attributes:
-        rounds: per parameter class, the number of shares of rows that a layer's piece is cut into.
-        by_source: per parameter class, whether the source's pieces are cut, rather than the target's.
-        numbers: per parameter class, an array (layers of a stage, rounds) of bucket numbers.
+        rounds: the number of rounds in which one layer of the class moves, each with another share of its rows.
+        by_source: whether the shares are cut from the ranks' parts before the reshard, rather than from those after it.
+        numbers: for each class, the bucket numbers, int64 of shape (layers of a pipeline stage, rounds).
         count: the number of buckets.
-        staged: the bytes of the fullest bucket that need staging, because they cannot be sent from or received into
-            their final place.
+        staged: the bytes of the fullest bucket that need a staging buffer, because they cannot be sent from or received
+            into their final place.
     """
 
     rounds: tuple[int, ...]
@@ -42,18 +46,23 @@ class Buckets:
 
     @property
     def peak_bytes(self) -> int:
-        """The extra memory of the worst rank, in bytes: two buckets, one on the wire while the other is packed or
-        written."""
+        """The extra memory of the worst rank in bytes: two buckets, of which one is on the wire while the other is
+        packed or unpacked."""
         return 2 * self.staged
 
 
 def bucketed(
     model: Model, source: ModelSharding, target: ModelSharding, capacity: int = CAPACITY, *, cast: bool = False
 ) -> Buckets:
-    """Return the buckets of a reshard, the same on every rank.
+    """Divide the transfers of a reshard into buckets, in the same way on every rank.
 
     Args:
-        cast: whether the sent tensors have another dtype than the wire, so that all of them are packed.
+        model: the parameters to move.
+        source: the layout of the model before the reshard.
+        target: its layout after the reshard.
+        capacity: the bytes that one rank receives and packs for one bucket.
+        cast: whether the tensors to be sent have another dtype than the one on the wire, so that all of them are
+            packed.
     """
     shardings = [(source.sharding(p), target.sharding(p).within(p.extent)) for p in model.parameters]
     costs = [_cost(*pair, model.itemsize, cast) for pair in shardings]
@@ -74,7 +83,15 @@ def bucketed(
 
 
 def _rounds(source: Sharding, target: Sharding, moved: int, capacity: int) -> tuple[int, bool]:
-    """Return the number of shares, and whether the source's rows are cut. A row is never cut."""
+    """Return how one layer of a parameter is cut into rounds: the number of rounds, and whether the parts before the
+    reshard are cut rather than those after it.
+
+    Args:
+        source: the parameter's sharding before the reshard.
+        target: its sharding after the reshard.
+        moved: the bytes of one layer that the worst rank receives and packs.
+        capacity: the bytes of a bucket.
+    """
     needed = max(1, -(-moved // capacity))
     held, asked = (int(length(sharding.parts[1]).max()) for sharding in (source, target))
     by_source = needed <= held <= asked or asked < needed
@@ -82,7 +99,12 @@ def _rounds(source: Sharding, target: Sharding, moved: int, capacity: int) -> tu
 
 
 def _order(model: Model, depths: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield (class, layer within its stage) in the order of a forward pass."""
+    """Yield the layers of all parameters in the order of a forward pass, as pairs (number of the parameter class, layer
+    counted within its pipeline stage).
+
+    Args:
+        depths: for each parameter class, the most layers of it in one pipeline stage.
+    """
     stages = [p.stage for p in model.parameters]
     yield from ((c, 0) for c, stage in enumerate(stages) if stage in (Stage.FIRST, Stage.ENDS))
     layered = [c for c, stage in enumerate(stages) if stage is Stage.LAYERS]
@@ -92,7 +114,15 @@ def _order(model: Model, depths: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def _cost(source: Sharding, target: Sharding, itemsize: int, cast: bool) -> tuple[int, int]:
-    """Return the bytes of one layer that the worst rank receives and packs, and how many of them need staging."""
+    """Return two numbers of bytes for one layer of a parameter: what the worst rank receives and packs, and how much of
+    that needs a staging buffer.
+
+    Args:
+        source: the parameter's sharding before the reshard.
+        target: its sharding after the reshard.
+        itemsize: bytes per element on the wire.
+        cast: whether the sent tensors have another dtype than the wire, so that all of them are packed.
+    """
     wanted, own = _one_layer(target), _kept(source, target)
     received = int((wanted - own).max()) * itemsize
     if received == 0:
@@ -106,14 +136,14 @@ def _cost(source: Sharding, target: Sharding, itemsize: int, cast: bool) -> tupl
 
 
 def _one_layer(sharding: Sharding) -> Ints:
-    """Return the elements of one layer that each rank holds, (world,)."""
+    """Return the number of elements of one layer that each rank holds, int64 of shape (ranks,)."""
     one = np.ones(len(sharding.parts[0]), dtype=np.int64)
     return sharding.per_rank((one, *(length(parts) for parts in sharding.parts[1:])))
 
 
 def _kept(source: Sharding, target: Sharding) -> Ints:
-    """Return the elements of one layer that each rank has already, (world,); 0 where a rank lacks some layer of its
-    target."""
+    """Return the number of elements of one layer that each rank holds both before and after the reshard, int64 of shape
+    (ranks,). It is 0 for a rank that lacks a layer of its target altogether."""
     kept, every = (source.held & target.held).astype(np.int64), np.arange(source.world)
     for d, (asked, held) in enumerate(zip(target.pieces_of(every), source.pieces_of(every), strict=True)):
         common = overlap(asked, held)
@@ -122,7 +152,8 @@ def _kept(source: Sharding, target: Sharding) -> Ints:
 
 
 def _unbroken(mine: Sharding, other: Sharding) -> bool:
-    """Return whether any two ranks' common part is whole rows of `mine`, and so contiguous in its memory."""
+    """Return whether, for any two ranks, what both hold is made of whole rows of the first sharding's part, and so is
+    contiguous in that rank's memory."""
     for own, others in zip(mine.parts[2:], other.parts[2:], strict=True):
         common = overlap(own[:, None], others[None])
         if own.shape[1] > 1 or not ((common == 0) | (common == length(own)[:, None])).all():

@@ -1,4 +1,5 @@
-"""Descriptors of a plan's slices: for each bucket and peer, the boxes to send, to receive, to copy and to zero."""
+"""Lists of all boxes that one rank sends, receives and copies in a reshard. A box is one index range per dimension of a
+parameter's layer."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from .plan import LayerAssignment, RankPlan
 from .sharding import Ints, Sharding, crossings, position_in, rechunked
 
 DIMENSIONS = 5
-"""The most dimensions that a tensor may have, layers not counted: those of a convolution over frames. Tensors with
-fewer dimensions have ranges [0, 1) in the others."""
+"""The largest number of dimensions that a parameter may have, layers not counted: 5, as a convolution over video frames
+has. A box of a tensor with fewer dimensions has the range [0, 1) in the others."""
 
 SLICE = np.dtype(
     [
@@ -27,21 +28,26 @@ SLICE = np.dtype(
         ("here", np.int64, (DIMENSIONS,)),
     ]
 )
-"""The dtype of one box: its class, its layer's position in `Parameter.layers`, its range in the whole tensor, and its
-start in this rank's own piece, whose ranges are laid end to end."""
+"""The numpy dtype that describes one box to be moved.
+
+The fields: the number of its bucket; the rank at the other end (`peer`); the number of its parameter class; its layer
+as a position in `Parameter.layers`; the box's `start` and `stop` in the whole tensor; and its start in this rank's own
+part of the tensor (`here`), in which all ranges that the rank holds are laid end to end.
+"""
 
 Slices = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Descriptors:
-    """The slices that one rank receives, sends and copies, in an order both ends agree on: by bucket, peer, parameter,
-    layer, then box.
+    """The boxes that one rank receives, sends and copies. Receives and sends are sorted by bucket, peer, parameter,
+    layer and position, so that sender and receiver find the same order.
 
     Attributes:
-        receives, sends: (slices,) of `SLICE`.
-        copies: the slices from the rank's own source to its own target; `here` is in the target.
-        there: (slices, DIMENSIONS), the start of each copy in the source.
+        receives, sends: arrays of dtype `SLICE`, one entry per box.
+        copies: the boxes that the rank copies from its own source to its own target, of dtype `SLICE`; `here` is the
+            start in the target.
+        there: the start of each copy in the rank's source, int64 of shape (copies, DIMENSIONS).
     """
 
     receives: Slices
@@ -51,7 +57,12 @@ class Descriptors:
 
 
 def lower(made: RankPlan, buckets: Buckets) -> Descriptors:
-    """Return the slices of one rank's plan."""
+    """Return the boxes that one rank moves, worked out from its plan.
+
+    Args:
+        made: the rank's plan, which says for each parameter how much goes to which rank.
+        buckets: the schedule, which says in which bucket each layer moves.
+    """
     lists: tuple[list[Slices], ...] = ([], [], [])
     theirs: list[Ints] = []
     for number, one in enumerate(made.classes):
@@ -68,7 +79,14 @@ def lower(made: RankPlan, buckets: Buckets) -> Descriptors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Lowering:
-    """The lowering of one parameter class on one rank."""
+    """One rank's computation of boxes for one parameter class (one parameter in all its layers).
+
+    Attributes:
+        number: the number of the parameter class in the model.
+        source, target: its sharding before and after the reshard.
+        rank: the rank whose boxes are computed.
+        buckets: the schedule of the reshard.
+    """
 
     number: int
     source: Sharding
@@ -77,7 +95,14 @@ class _Lowering:
     buckets: Buckets
 
     def slices(self, peers: Ints, assignment: LayerAssignment | None, *, receiving: bool) -> Slices:
-        """Return the boxes shared with each peer, in the rounds and layers in which they move."""
+        """Return the boxes that this rank exchanges with some ranks, as an array of dtype `SLICE`.
+
+        Args:
+            peers: the other ranks, int64 of shape (peers,); or the rank itself, for its local copies.
+            assignment: which layers each pair of ranks transfers, if several ranks hold the same data and take turns;
+                None for all layers that both ends hold.
+            receiving: whether this rank receives the boxes; otherwise it sends them.
+        """
         here, there = (self.target, self.source) if receiving else (self.source, self.target)
         own, others = here.piece(self.rank), there.pieces_of(peers)
         layers = crossings(own[0][None], others[0])[:, 0]
@@ -100,15 +125,31 @@ class _Lowering:
         return np.concatenate(found)
 
     def _share(self, rows: Ints, share: int) -> Ints:
-        """Return the rows that move in one round, in the same shape."""
+        """Return the share of some ranks' rows that moves in one round.
+
+        Args:
+            rows: the index ranges of the rows, int64 of shape (..., intervals, 2).
+            share: the number of the round.
+
+        Returns:
+            The ranges of that share, in an array of the same shape; ranges outside the share are empty.
+        """
         rounds = self.buckets.rounds[self.number]
         parts = rows.reshape(-1, *rows.shape[-2:])
         return rechunked(parts, rounds).reshape(len(parts), rounds, *rows.shape[-2:])[:, share].reshape(rows.shape)
 
 
 def _boxes(crossed: list[Ints], count: int) -> tuple[Ints, Ints]:
-    """Return every non-empty product of one range per dimension: the index of its peer, and the boxes (boxes,
-    dimensions, 2)."""
+    """Combine the index ranges of all dimensions into boxes, and leave out the empty ones.
+
+    Args:
+        crossed: for each dimension, the ranges common to this rank and each peer, int64 of shape (peers or 1, ranges,
+            2).
+        count: the number of peers.
+
+    Returns:
+        For each box the index of its peer, shape (boxes,), and its ranges, shape (boxes, dimensions, 2).
+    """
     who = np.arange(count)
     boxes = np.zeros((count, 0, 2), dtype=np.int64)
     for ranges in crossed:
@@ -121,7 +162,19 @@ def _boxes(crossed: list[Ints], count: int) -> tuple[Ints, Ints]:
 def _in_layers(
     who: Ints, boxes: Ints, layers: Ints, assignment: LayerAssignment | None, peers: Ints
 ) -> tuple[Ints, Ints, Ints]:
-    """Repeat each box for every layer that both ends hold and in which it is this pair's turn."""
+    """Repeat each box for every layer that both ends hold and that this pair of ranks transfers.
+
+    Args:
+        who: the index of each box's peer, (boxes,).
+        boxes: the boxes of one layer, (boxes, dimensions, 2).
+        layers: the range of layers that this rank and each peer have in common, (peers, 2).
+        assignment: which layers each pair of ranks transfers, if holders of the same data take turns; None for all
+            layers.
+        peers: the ranks of the peers, (peers,).
+
+    Returns:
+        As `who` and `boxes`, with one entry per box and layer, and the layer of each entry.
+    """
     depth = np.maximum(layers[:, 1] - layers[:, 0], 0)[who]
     again = np.repeat(np.arange(len(who)), depth)
     layer = layers[who, 0][again] + np.arange(len(again)) - (np.cumsum(depth) - depth)[again]
@@ -133,7 +186,14 @@ def _in_layers(
 
 
 def _here(sharding: Sharding, rank: int, start: Ints) -> Ints:
-    """Return the starts of boxes in the rank's own piece."""
+    """Return where boxes begin in the rank's own part of the parameter, whose ranges are laid end to end.
+
+    Args:
+        start: the boxes' starts in the whole tensor, int64 of shape (boxes, DIMENSIONS).
+
+    Returns:
+        Their starts in the rank's part, in the same shape.
+    """
     placed = start.copy()
     for d, part in enumerate(sharding.piece(rank)[1:]):
         placed[:, d] = position_in(part, start[:, d])
@@ -141,6 +201,7 @@ def _here(sharding: Sharding, rank: int, start: Ints) -> Ints:
 
 
 def _sorted(slices: Slices) -> Slices:
+    """Sort boxes by bucket, peer, parameter, layer and start."""
     starts = [slices["start"][:, d] for d in reversed(range(DIMENSIONS))]
     keys = [slices[name] for name in ("layer", "parameter", "peer", "bucket")]
     ordered: Slices = slices[np.lexsort((*starts, *keys))]

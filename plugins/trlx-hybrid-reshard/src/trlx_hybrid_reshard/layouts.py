@@ -1,8 +1,8 @@
 """Layouts, which say in a few numbers which slice of which parameter each rank holds. They cut as FSDP and vLLM 0.31
 do.
 
-A parameter class is the same tensor in many layers. Layouts and plans are made of classes, so their cost does not
-depend on the number of layers.
+A parameter class is one parameter of the model in all its layers, such as the q_proj.weight of every layer. Layouts and
+plans are made of classes, so their cost does not depend on the number of layers.
 """
 
 from __future__ import annotations
@@ -22,37 +22,40 @@ from .sharding import Ints, Sharding, rechunked, segmented, uncut
 
 
 class Stage(enum.Enum):
-    """The pipeline stages that hold a parameter."""
+    """The pipeline stages that hold a parameter: all stages, each with its own layers (`LAYERS`); the first (an
+    embedding); the last (the final norm, an output head); or both ends."""
 
     LAYERS = "layers"
     FIRST = "first"
     LAST = "last"
     ENDS = "first and last"
-    """The stages of a tied output head: the embedding is used on both ends."""
+    """The first and the last stage, as for a tied output head: it is also the embedding, which both ends use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A parameter class: one parameter of the model in memory, as transformers names it, in all layers that have it.
+    """A parameter class: one parameter of the model as it lies in memory and as transformers names it, in all layers
+    that have it.
 
-    Index ranges refer to the whole tensor, (layer, *shape), whichever rank holds them.
+    Index ranges of a parameter class refer to the whole tensor, (layer, *shape), whichever rank holds them.
 
     Attributes:
         name: the parameter's name, with `{}` for the number of the layer.
         shape: the shape of one layer's tensor. Experts are fused in transformers 5: gate and up (E, 2I, H), down (E, H,
             I).
         layers: numbers of the layers that have the parameter, ascending; `range(1)` for a parameter outside the layers.
-        depth: the number of the model's hidden layers, which pipeline stages divide; 0 when every layer has this
+        depth: the number of the model's hidden layers, which pipeline stages divide; 0 if every layer has this
             parameter.
         stage: the pipeline stages that hold the parameter.
         tp_dim: the dimension that tensor parallelism slices; None for a parameter that is replicated on every TP rank.
-        tp_units: the number of indivisible units along `tp_dim`, e.g. heads; None for single rows.
-        unit: the name of these units, for messages.
-        replicable: whether several TP ranks hold the same unit where there are more ranks than units, as with KV heads.
+        tp_units: the number of indivisible units along `tp_dim`, e.g. attention heads; None if single rows can be cut.
+        unit: the name of these units, for error messages.
+        replicable: whether several TP ranks hold the same unit if there are more ranks than units, as with key-value
+            heads.
         segments: the number of fused blocks of equal size along `tp_dim`, each sliced by itself: 2 for gate and up.
         vocabulary: whether the engine pads `tp_dim` with zero rows, see `MeshLayout.vocab_multiple`.
-        expert_dim: the dimension that expert parallelism slices in place of `tp_dim`; None for a parameter of no
-            expert.
+        expert_dim: the dimension that expert parallelism slices in place of `tp_dim`; None for a parameter that belongs
+            to no expert.
     """
 
     name: str
@@ -70,8 +73,8 @@ class Parameter:
 
     @property
     def kind(self) -> str:
-        """The parameter's kind: expert, vocab, replicated, column or row. It decides how much of the parameter can stay
-        where it is."""
+        """The parameter's kind: "expert", "vocab", "replicated", "column" (tensor parallelism slices dimension 0) or
+        "row" (it slices another). The kind decides how much of the parameter can stay where it is."""
         if self.expert_dim is not None:
             return "expert"
         if self.vocabulary:
@@ -82,12 +85,13 @@ class Parameter:
 
     @property
     def extent(self) -> tuple[int, ...]:
-        """The shape of all layers together, (layers, *shape): the index space of plans."""
+        """The shape of all layers together, (layers, *shape), to which the index ranges of plans refer."""
         return (len(self.layers), *self.shape)
 
     @property
     def cut(self) -> tuple[Hashable, ...]:
-        """A key that is equal for parameters that every layout cuts alike: k and v, gate and up."""
+        """A key that is equal for parameters that every layout cuts alike, such as k_proj and v_proj, or gate_proj and
+        up_proj. They are then planned once."""
         how = (self.stage, self.tp_dim, self.tp_units, self.replicable, self.segments, self.vocabulary)
         return (self.shape, tuple(self.layers) if self.depth else len(self.layers), self.depth, self.expert_dim, *how)
 
@@ -99,7 +103,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A model as a plan needs it: its parameter classes, without weights.
+    """A model as a plan needs it: the names and shapes of its parameters, without weights.
 
     Attributes:
         name: the model's name, for output.
@@ -131,11 +135,11 @@ class MeshLayout(types.Layout):
     sizes. `pp` and `tp` cut as vLLM does.
 
     Attributes:
-        ep: the number of ranks over which whole experts are distributed: `tp` or, across replicas, a multiple of it. 1
-            slices experts by `tp` like all other parameters.
-        vocab_multiple: the padded vocabulary is a multiple of this; 1 pads nothing.
-        shard_dims: (name of a parameter class, dimension that FSDP shards it along), as chosen by a
-            `shard_placement_fn`.
+        ep: the number of ranks over which whole experts are distributed (expert parallelism): `tp` or, across replicas,
+            a multiple of it. 1 slices experts by `tp` like all other parameters.
+        vocab_multiple: the vocabulary is padded to a multiple of this; 1 pads nothing.
+        shard_dims: pairs of a parameter class's name and the dimension along which FSDP shards it, as chosen by a
+            `shard_placement_fn` of `fully_shard`. Parameters without an entry are sharded along dimension 0.
     """
 
     ep: int = 1
@@ -157,7 +161,11 @@ class MeshLayout(types.Layout):
             )
 
     def over(self, world: int) -> MeshLayout:
-        """Return this layout with as many replicas as fit into `world` ranks."""
+        """Return this layout with as many data-parallel replicas as fit into `world` ranks.
+
+        Raises:
+            ConfigError: the ranks of one replica do not divide `world`.
+        """
         if world % self.world:
             raise ConfigError(
                 f"{self} uses {self.world} ranks per replica, which does not divide the {world} ranks of training. "
@@ -166,11 +174,11 @@ class MeshLayout(types.Layout):
         return replace(self, dp=self.dp * (world // self.world))
 
     def served(self) -> MeshLayout:
-        """Return this layout with the vocabulary padded as vLLM pads it."""
+        """Return this layout with the vocabulary padded as vLLM pads it: the layout of an engine."""
         return replace(self, vocab_multiple=VLLM_VOCAB_MULTIPLE)
 
     def sharding(self, parameter: Parameter) -> Sharding:
-        """Return the sharding of a parameter: which rank holds which piece.
+        """Return the sharding of a parameter: which rank holds which part of it.
 
         Raises:
             ConfigError: a size does not divide the parameter; names the parameter and sizes that do.
@@ -194,10 +202,15 @@ class MeshLayout(types.Layout):
         return Sharding(self.world, tuple(parts), tuple(coordinates), held)
 
     def alike(self, parameter: Parameter) -> Hashable:
-        """Return a key that is equal for parameters that are sharded alike."""
+        """Return a key that is equal for parameters that this layout shards alike."""
         return parameter.cut, dict(self.shard_dims).get(parameter.name, 0) if self.shard_dims else 0
 
     def _shard_dim(self, parameter: Parameter) -> int:
+        """Return the dimension along which FSDP shards a parameter.
+
+        Raises:
+            ConfigError: there is no such dimension, or FSDP2 cannot shard it because `fsdp` does not divide it.
+        """
         dim = next((dim for name, dim in self.shard_dims if name == parameter.name), 0)
         if dim >= len(parameter.shape):
             raise ConfigError(f"{parameter.name} of shape {parameter.shape} has no dimension {dim} to shard along.")
@@ -215,11 +228,19 @@ class MeshLayout(types.Layout):
 
 @functools.lru_cache(maxsize=16)
 def mesh_coordinates(layout: MeshLayout) -> tuple[Ints, ...]:
-    """Return dp, pp, fsdp and tp of every rank, each (world,). Cached, since every parameter class asks for them."""
+    """Return the coordinates of every rank in a layout: dp, pp, fsdp and tp, each int64 of shape (ranks,). Cached,
+    since every parameter class asks for them."""
     return np.unravel_index(np.arange(layout.world), (layout.dp, layout.pp, layout.fsdp, layout.tp))
 
 
 def _ends(stage: Stage, pp: Ints, stages: int) -> NDArray[np.bool_]:
+    """Return which ranks hold a parameter, bool of shape (ranks,), from the pipeline stages that have it.
+
+    Args:
+        stage: the stages that hold the parameter.
+        pp: the pipeline stage of each rank, (ranks,).
+        stages: the number of pipeline stages.
+    """
     if stages == 1 or stage is Stage.LAYERS:
         return np.ones(len(pp), dtype=np.bool_)
     first, last = stage in (Stage.FIRST, Stage.ENDS), stage in (Stage.LAST, Stage.ENDS)
@@ -228,10 +249,14 @@ def _ends(stage: Stage, pp: Ints, stages: int) -> NDArray[np.bool_]:
 
 
 def stage_layers(parameter: Parameter, stages: int) -> Ints:
-    """Return the parameter's layers that each stage holds, (stages, 1, 2), as positions in `parameter.layers`.
+    """Return which of a parameter's layers each pipeline stage holds: int64 of shape (stages, 1, 2), half-open ranges
+    of positions in `parameter.layers`.
 
     Source: vLLM `distributed/utils.py::get_pp_indices`: the remaining layers go to the last stages except the very
     last.
+
+    Args:
+        stages: the number of pipeline stages.
 
     Raises:
         ConfigError: there are more stages than layers.
@@ -248,8 +273,8 @@ def stage_layers(parameter: Parameter, stages: int) -> Ints:
 
 
 def expert_shares(parameter: Parameter, ranks: int) -> Ints:
-    """Return the whole experts of each rank, (ranks, 1, 2): consecutive, with one more on the first ranks where `ranks`
-    does not divide their number.
+    """Return which whole experts each rank holds: int64 of shape (ranks, 1, 2), half-open ranges of expert numbers. If
+    `ranks` does not divide the experts, the first ranks have one more.
 
     Source: vLLM `layers/fused_moe/expert_map_manager.py::determine_expert_map`, strategy "linear".
     """
@@ -261,15 +286,19 @@ def expert_shares(parameter: Parameter, ranks: int) -> Ints:
 
 
 def tensor_slices(parameter: Parameter, ways: int, vocab_multiple: int) -> Ints:
-    """Return the slices of `parameter.tp_dim`, (slices, segments, 2): `ways` slices, or fewer where ranks share KV
-    heads.
+    """Return the slices into which tensor parallelism cuts `parameter.tp_dim`: int64 of shape (slices, segments, 2),
+    half-open index ranges. There are `ways` slices, or fewer if several ranks share a key-value head.
 
     The slices of a vocabulary include the padding beyond its size.
 
     Source: vLLM `layers/linear.py::QKVParallelLinear`, `layers/vocab_parallel_embedding.py::pad_vocab_size`.
 
+    Args:
+        ways: the number of tensor-parallel ranks.
+        vocab_multiple: the multiple to which a vocabulary is padded.
+
     Raises:
-        ConfigError: `ways` does not divide the units.
+        ConfigError: `ways` does not divide the parameter's indivisible units, such as heads.
     """
     assert parameter.tp_dim is not None
     size = parameter.shape[parameter.tp_dim]
@@ -286,6 +315,8 @@ def tensor_slices(parameter: Parameter, ways: int, vocab_multiple: int) -> Ints:
 
 
 def _indivisible(parameter: Parameter, ways: int, units: int, relation: str) -> str:
+    """Return the error message for a tensor-parallel size that does not divide a parameter's units, with sizes that
+    do."""
     fitting = [str(d) for d in range(1, min(units, 64) + 1) if units % d == 0]
     return (
         f"tp={ways} {relation} the {units} {parameter.unit} of {parameter.name}. Choose a tp that fits: "

@@ -1,4 +1,5 @@
-"""Layouts read from live objects: the trainer's DTensor placements, and the boxes that engines hold."""
+"""Layouts of running objects: read from the DTensor placements of the trainer's parameters, and from the regions of the
+tensors that engines say they hold."""
 
 from __future__ import annotations
 
@@ -16,33 +17,37 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Boxes: TypeAlias = Sequence[tuple[tuple[int, int], ...]]
-"""The boxes of one tensor on one rank, without the layers' dimension."""
+"""The boxes of one tensor that one rank holds: each has one half-open index range (start, stop) per dimension. The
+layers' dimension is left out."""
 
 _Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LiveSharding:
-    """A `plan.ModelSharding` of shardings that were read from a live model.
+    """The layout of a running model, which gives the planner the same methods as `MeshLayout` (the protocol
+    `plan.ModelSharding`).
 
     Attributes:
-        shardings: the shardings, by the name of the parameter class.
+        world: the number of ranks.
+        shardings: the sharding of each parameter, by its name.
     """
 
     world: int
     shardings: Mapping[str, Sharding]
 
     def sharding(self, parameter: Parameter) -> Sharding:
-        """Return the sharding of a parameter."""
+        """Return the sharding of a parameter: which rank holds which part of it."""
         return self.shardings[parameter.name]
 
     def alike(self, parameter: Parameter) -> Hashable:
-        """Return the parameter's name: placements may differ from one parameter to the next."""
+        """Return a key that is equal for parameters with the same sharding. Here it is the parameter's name, because
+        placements may differ from one parameter to the next."""
         return parameter.name
 
 
 def read_trainer(tensors: Mapping[str, Tensor], world: int) -> LiveSharding:
-    """Return the layout of a live model.
+    """Return the layout of the trainer's model.
 
     Args:
         tensors: the model's parameters by name: DTensors, or plain tensors, which every rank holds in full (DDP).
@@ -55,11 +60,13 @@ def read_trainer(tensors: Mapping[str, Tensor], world: int) -> LiveSharding:
 
 
 def from_dtensor(tensor: Tensor, world: int) -> Sharding:
-    """Return the sharding of a DTensor. Every rank holds a plain tensor in full.
+    """Return the sharding that a DTensor's mesh and placements describe. A plain tensor counts as held in full by every
+    rank.
 
     FSDP2 over TP appears as `_StridedShard`, whose cut is made inside TP's although its mesh dimension comes first.
 
     Args:
+        tensor: a parameter of the trainer's model.
         world: the number of ranks; ranks outside the tensor's mesh hold nothing.
 
     Raises:
@@ -90,14 +97,15 @@ def from_dtensor(tensor: Tensor, world: int) -> Sharding:
 
 
 def read_engines(parameters: Sequence[Parameter], held: Sequence[Mapping[str, Boxes]]) -> LiveSharding:
-    """Return the layout of live engines.
+    """Return how the running engines shard the parameters, worked out from what each rank's engine holds.
 
     Args:
-        parameters: the parameters, of one layer each.
-        held: for each rank, the boxes of each parameter by name.
+        parameters: the parameters to look up. Each stands for one tensor of one layer, so no two layers are joined
+            here.
+        held: for each rank, the boxes (one index range per dimension) that its engine holds of each parameter, by name.
 
     Raises:
-        ConfigError: the boxes of a rank are no product of ranges.
+        ConfigError: what a rank holds of a parameter cannot be written as one set of ranges per dimension.
     """
     return LiveSharding(
         len(held), {p.name: from_boxes(p, [boxes.get(p.name, ()) for boxes in held]) for p in parameters}
@@ -105,10 +113,14 @@ def read_engines(parameters: Sequence[Parameter], held: Sequence[Mapping[str, Bo
 
 
 def from_boxes(parameter: Parameter, held: Sequence[Boxes]) -> Sharding:
-    """Return the sharding of a parameter, from the boxes that each rank holds.
+    """Return the sharding of a parameter, worked out from the boxes that each rank holds.
+
+    Args:
+        parameter: the parameter.
+        held: for each rank, its boxes: one index range per dimension. No box means that the rank holds nothing.
 
     Raises:
-        ConfigError: the boxes of a rank are no product of ranges.
+        ConfigError: a rank's boxes are not all combinations of one set of ranges per dimension.
     """
     dims = len(parameter.shape)
     some = np.array([bool(boxes) for boxes in held])
@@ -130,6 +142,8 @@ def from_boxes(parameter: Parameter, held: Sequence[Boxes]) -> Sharding:
 
 
 def _part(distinct: Sequence[_Ranges]) -> Ints:
+    """Return the different sets of ranges that ranks hold along one dimension, int64 of shape (sets, intervals, 2).
+    Shorter sets are filled up with empty ranges."""
     most = max(len(ranges) for ranges in distinct)
     filled = [[*ranges, *[(ranges[-1][1], ranges[-1][1])] * (most - len(ranges))] for ranges in distinct]
     return np.array(filled, dtype=np.int64)

@@ -12,12 +12,11 @@ class ReshardOptions:
     """Options of the weight sync `reshard`: `HybridConfig.weights_options` for `weights="reshard"`.
 
     Attributes:
-        deadline: seconds to wait for a rank that lives and has not come to the sync. It may be saving a checkpoint, for
-            which transformers allows as long (`ddp_timeout`). A dead rank is not waited for.
-        stall: seconds without any bucket arriving, once all ranks are in the sync, after which the sync counts as
-            failed.
-        bucket_bytes: the bytes that one rank receives and packs at a time. A sync takes at most two such buckets of
-            extra memory, unless a single row is larger.
+        deadline: seconds to wait for a rank that is alive and has not come to the sync. It may be saving a checkpoint,
+            for which transformers allows as long (`ddp_timeout`). A dead rank is not waited for.
+        stall: seconds without any data arriving, once all ranks are in the sync, after which the sync counts as failed.
+        bucket_bytes: the bytes that one rank receives and packs at a time, which make one bucket. A sync takes at most
+            two buckets of extra memory, unless a single row of a tensor is larger.
         record: whether, on a CUDA device, the copies of a sync are replayed as CUDA graphs from the second sync of its
             kind on. The buffers that the sync packs into are then kept between syncs.
     """

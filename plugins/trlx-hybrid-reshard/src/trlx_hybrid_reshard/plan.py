@@ -1,13 +1,15 @@
-"""The reshard plan: what one rank receives, what it sends, what it has already and what is zero.
+"""The reshard plan: how many bytes one rank receives from each other rank, sends to it, and copies from itself, when a
+model goes from one layout (source) to another (target).
 
-A plan is a pure function of two layouts. A parameter class is the same tensor in many layers, and a rank's piece of it
-is a product of index ranges, so the common part of two ranks is a product of overlaps per dimension. Planning therefore
-takes time by parameter class and rank, not by tensor. Every byte of a rank's target has one origin, and no rank
-receives what it holds. The lower bound |T| − |S ∩ T|, with T the rank's target and S its source, is met exactly.
+A plan is a pure function of the two layouts. A parameter class is one parameter in all its layers, and a rank holds one
+set of index ranges per dimension of it, so what two ranks have in common is a product of overlaps per dimension.
+Planning therefore takes time by parameter class and rank, not by tensor. Every byte of a rank's target has one origin,
+and no rank receives what it holds. The lower bound |T| − |S ∩ T|, with T the rank's target and S its source, is met
+exactly.
 
 A byte that several ranks hold comes from the receiver's own node if a rank there holds it. Holders that are equally
-near take turns over the ranks that ask and over the layers, so that their loads differ by less than a layer's piece.
-Sender and receiver each compute the same answer, without looking at other ranks' plans.
+near take turns over the ranks that ask and over the layers, so that their loads differ by less than one layer. Sender
+and receiver each compute the same answer, without looking at other ranks' plans.
 
 HybridFlow (arXiv:2409.19256, section 5) reshards by all-gathers inside micro data-parallel groups, which requires a
 training layout made for it. This plan takes the two layouts as they are; `planner.advice` says what better ones save.
@@ -28,7 +30,8 @@ from .sharding import Ints, Sharding, overlap
 
 
 class ModelSharding(Protocol):
-    """A model's sharding: a `MeshLayout`, or a layout that was read from a live model."""
+    """The methods of a model's layout that a plan calls. `MeshLayout` has them, and so has a layout that was read from
+    a running model (`LiveSharding`)."""
 
     @property
     def world(self) -> int:
@@ -36,7 +39,7 @@ class ModelSharding(Protocol):
         ...
 
     def sharding(self, parameter: Parameter) -> Sharding:
-        """Return the sharding of one parameter."""
+        """Return the sharding of one parameter: which rank holds which part of it."""
         ...
 
     def alike(self, parameter: Parameter) -> Hashable:
@@ -46,18 +49,19 @@ class ModelSharding(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClassPlan:
-    """One rank's plan for one parameter class, in bytes over all its layers.
+    """One rank's plan for one parameter class (one parameter in all its layers), in bytes over all layers.
 
     Attributes:
-        source, target: the class's sharding before and after, without padding.
-        receives, sends: (world,), the bytes by the rank at the other end; 0 for the rank itself.
-        received_layers, sent_layers: the layers that are received and sent; None stands for all layers, where no two
-            ranks hold the same piece.
+        parameter: the parameter class.
+        source, target: its sharding before and after the reshard, without a vocabulary's padding.
+        receives, sends: the bytes from, or to, each other rank, int64 of shape (ranks,); 0 for the rank itself.
+        received_layers, sent_layers: the layers that this rank receives from, or sends to, each other rank, if several
+            ranks hold the same data and take turns; None for all layers.
         floor: |T| − |S ∩ T|, the least that the rank must receive.
-        send_floor: the sum over bytes that others lack, each divided by the number of its holders: what the rank must
-            send where it is the only holder, and its fair share elsewhere.
-        local: the bytes copied from the rank's own piece.
-        zero: the bytes of the vocabulary's padding.
+        send_floor: the sum over bytes that others lack, each divided by the number of its holders. It is what the rank
+            must send if it is the only holder, and its fair share otherwise.
+        local: the bytes that the rank copies from what it holds itself.
+        zero: the bytes of the vocabulary's padding, which are set to zero.
     """
 
     parameter: Parameter
@@ -75,10 +79,11 @@ class ClassPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankPlan:
-    """The plan of one rank.
+    """The plan of one rank: what it receives, sends and copies when a model is resharded.
 
     Attributes:
-        node: (world,), the node of each rank.
+        rank: the number of the rank.
+        node: the number of each rank's node, int64 of shape (ranks,).
         classes: one plan per parameter class of the model.
     """
 
@@ -88,29 +93,33 @@ class RankPlan:
 
     @property
     def receives(self) -> Ints:
-        """The bytes from each rank, (world,)."""
+        """The bytes that this rank receives from each rank, int64 of shape (ranks,)."""
         total: Ints = np.sum([c.receives for c in self.classes], axis=0)
         return total
 
     @property
     def sends(self) -> Ints:
-        """The bytes to each rank, (world,)."""
+        """The bytes that this rank sends to each rank, int64 of shape (ranks,)."""
         total: Ints = np.sum([c.sends for c in self.classes], axis=0)
         return total
 
     @property
     def floor_bytes(self) -> int:
-        """The least that the rank must receive, in bytes."""
+        """The least number of bytes that any plan lets this rank receive."""
         return sum(c.floor for c in self.classes)
 
     @property
     def send_floor_bytes(self) -> int:
-        """The rank's share of the bytes that must be sent."""
+        """The rank's fair share of the bytes that must be sent: each byte counts for all its holders in equal parts."""
         return sum(c.send_floor for c in self.classes)
 
     def totals(self, kind: str | None = None) -> dict[str, int]:
-        """Return the bytes of all parameter classes, or of the classes of one kind (see `Parameter.kind`), by what is
-        done with them."""
+        """Return the bytes of the plan by what is done with them: received, sent, copied locally, set to zero, and the
+        least that must be received and sent.
+
+        Args:
+            kind: the kind of parameters to add up (see `Parameter.kind`); None for all.
+        """
         of = [c for c in self.classes if kind in (None, c.parameter.kind)]
         return {
             "receives_bytes": sum(int(c.receives.sum()) for c in of),
@@ -123,9 +132,13 @@ class RankPlan:
 
 
 def plan(model: Model, source: ModelSharding, target: ModelSharding, rank: int, *, ranks_per_node: int = 0) -> RankPlan:
-    """Plan what one rank moves when the model goes from one layout to another.
+    """Plan what one rank moves when a model goes from one layout to another.
 
     Args:
+        model: the parameters to move.
+        source: the layout before.
+        target: the layout after, over the same ranks.
+        rank: the rank to plan for.
         ranks_per_node: the number of consecutive ranks that share a node; 0 for a single node.
 
     Raises:
@@ -149,13 +162,22 @@ def plan(model: Model, source: ModelSharding, target: ModelSharding, rank: int, 
 
 
 def nodes_of(world: int, ranks_per_node: int) -> Ints:
-    """Return the node of each rank, (world,)."""
+    """Return the number of each rank's node, int64 of shape (world,), from the number of consecutive ranks that share
+    one; 0 for a single node."""
     return np.arange(world, dtype=np.int64) // (ranks_per_node or world)
 
 
 def _class_plan(
     parameter: Parameter, source: Sharding, padded: Sharding, rank: int, node: Ints, itemsize: int
 ) -> ClassPlan:
+    """Plan one parameter class for one rank.
+
+    Args:
+        source: the parameter's sharding before.
+        padded: its sharding after, with the padding of a vocabulary.
+        node: the node of each rank, (ranks,).
+        itemsize: bytes per element on the wire.
+    """
     target = padded.within(parameter.extent)
     received, local, received_layers = _received(parameter, source, target, rank, node)
     sent, share, sent_layers = _sent(source, target, rank, node)
@@ -178,7 +200,15 @@ def _class_plan(
 def _received(
     parameter: Parameter, source: Sharding, target: Sharding, rank: int, node: Ints
 ) -> tuple[Ints, int, LayerAssignment | None]:
-    """Return the elements from each rank, the elements from this rank's own piece, and the layers of each rank."""
+    """Work out what one rank receives of one parameter class.
+
+    Returns:
+        The elements from each rank, shape (ranks,); the elements copied from what this rank holds itself; and the
+            layers that it receives from each rank (None for all).
+
+    Raises:
+        ConfigError: no rank holds some of the elements.
+    """
     if not target.holds(rank):
         return np.zeros(source.world, dtype=np.int64), 0, None
     piece, assignment = target.piece(rank), None
@@ -200,7 +230,12 @@ def _received(
 
 
 def _sent(source: Sharding, target: Sharding, rank: int, node: Ints) -> tuple[Ints, int, LayerAssignment | None]:
-    """Return the elements to each rank, this rank's share of what must be sent, and the layers for each rank."""
+    """Work out what one rank sends of one parameter class.
+
+    Returns:
+        The elements to each rank, shape (ranks,); this rank's fair share of what must be sent; and the layers that it
+            sends to each rank (None for all).
+    """
     if not source.holds(rank):
         return np.zeros(source.world, dtype=np.int64), 0, None
     piece = source.piece(rank)
@@ -216,7 +251,15 @@ def _sent(source: Sharding, target: Sharding, rank: int, node: Ints) -> tuple[In
 
 
 def _by_layer(others: Sharding, common: list[Ints], layers: Ints, assignment: LayerAssignment) -> Ints:
-    """Return the elements shared with each rank, (world,), of the layers in which it is this pair's turn."""
+    """Return the number of elements that this rank exchanges with each rank, shape (ranks,), if the holders of the same
+    data take turns by layer.
+
+    Args:
+        others: the sharding of the parameter on the other end.
+        common: for each dimension, the number of indices that this rank shares with each part of `others`.
+        layers: the range of layers that this rank holds, (1, 2).
+        assignment: the layers that each pair of ranks transfers.
+    """
     ranges = others.parts[0][:, 0]
     start, stop = np.maximum(ranges[:, 0], layers[0, 0]), np.minimum(ranges[:, 1], layers[0, 1])
     at = others.coordinates[0]
@@ -226,15 +269,16 @@ def _by_layer(others: Sharding, common: list[Ints], layers: Ints, assignment: La
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerAssignment:
-    """The layers that each pair of this rank and another transfers.
+    """The layers that this rank exchanges with each other rank, if several ranks hold the same data and take turns
+    sending it.
 
-    The pair transfers layer l if `(l + key) % holders == order`.
+    This rank and another transfer layer l if `(l + key) % holders == order`. All arrays have one entry per other rank.
 
     Attributes:
-        eligible: (world,), whether the pair exchanges anything at all.
-        key: (world,), the asking rank's place in the queue.
-        order: (world,), the holder's place among the holders that take turns.
-        holders: (world,), the number of holders that take turns, at least 1.
+        eligible: whether the two ranks exchange anything at all, bool.
+        key: the place of the receiving rank among the ranks that need the data.
+        order: the place of the sending rank among the holders that take turns.
+        holders: the number of holders that take turns, at least 1.
     """
 
     eligible: NDArray[np.bool_]
@@ -243,7 +287,8 @@ class LayerAssignment:
     holders: Ints
 
     def layers(self, start: Ints, stop: Ints) -> Ints:
-        """Return how many of the layers [start, stop) of each pair are sent, (world,)."""
+        """Return how many of the layers [start, stop) this rank transfers with each rank. All arrays have shape
+        (ranks,)."""
         phase = (self.order - self.key) % self.holders
 
         def before(x: Ints) -> Ints:
@@ -253,7 +298,13 @@ class LayerAssignment:
 
 
 def to_receive(source: Sharding, target: Sharding, rank: int, node: Ints) -> LayerAssignment:
-    """Return the layers that this rank asks of every rank that holds something of its target."""
+    """Return which layers this rank receives from every rank that holds something of its target.
+
+    Args:
+        source, target: the parameter's sharding before and after the reshard.
+        rank: the receiving rank.
+        node: the node of each rank, (ranks,).
+    """
     pieces = source.pieces()
     held, near, count = pieces >= 0, node == node[rank], int(pieces.max()) + 1
     of = np.where(held, pieces, 0)
@@ -281,11 +332,13 @@ def to_receive(source: Sharding, target: Sharding, rank: int, node: Ints) -> Lay
 
 
 def to_send(pieces: Ints, asked: NDArray[np.bool_], rank: int, node: Ints) -> LayerAssignment:
-    """Return the layers that this rank, which holds a piece, sends to every rank that may ask for it.
+    """Return which layers this rank, which holds a part of the parameter, sends to every rank that may need them.
 
     Args:
-        pieces: the source's pieces, see `Sharding.pieces`.
-        asked: (world,), whether each rank's target overlaps this rank's piece.
+        pieces: for each rank, the number of the part that it holds before the reshard, see `Sharding.pieces`.
+        asked: whether each rank's target overlaps what this rank holds, bool of shape (ranks,).
+        rank: the sending rank.
+        node: the node of each rank, (ranks,).
     """
     same = pieces == pieces[rank]
     beside = np.bincount(node[same], minlength=int(node.max()) + 1)
@@ -304,7 +357,8 @@ def to_send(pieces: Ints, asked: NDArray[np.bool_], rank: int, node: Ints) -> La
 
 
 def _wanted(source: Sharding, target: Sharding) -> NDArray[np.bool_]:
-    """Return whether pieces overlap, (pieces of target, pieces of source), both numbered as `Sharding.pieces` does."""
+    """Return which parts of two shardings of one parameter overlap: bool of shape (parts of target, parts of source),
+    both numbered as `Sharding.pieces` numbers them."""
     touching = np.ones((1, 1), dtype=np.bool_)
     for asked, held in zip(target.parts, source.parts, strict=True):
         both = overlap(asked[:, None], held[None]) > 0
@@ -315,7 +369,13 @@ def _wanted(source: Sharding, target: Sharding) -> NDArray[np.bool_]:
 
 
 def _order_within(group: Ints, member: NDArray[np.bool_], count: int) -> Ints:
-    """Return each member's place, by rank, among the members of its group, (world,); any number for the other ranks."""
+    """Return for each rank how many ranks before it belong to the same group, int64 of shape (ranks,).
+
+    Args:
+        group: the number of each rank's group, (ranks,).
+        member: whether each rank counts, bool of shape (ranks,). The result for ranks that do not count is arbitrary.
+        count: the number of groups.
+    """
     ranks = np.flatnonzero(member)
     by_group = ranks[np.argsort(group[ranks], kind="stable")]
     sizes = np.bincount(group[by_group], minlength=count)

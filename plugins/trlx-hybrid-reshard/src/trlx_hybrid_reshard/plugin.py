@@ -1,5 +1,5 @@
-"""The plugin's hooks, which offer the weight sync `reshard` and the command `reshard-plan`. Imports no torch, no vLLM
-and no numpy: loading every plugin must stay cheap."""
+"""The entry point by which this package offers the weight sync `reshard` and the command `trlx-hybrid reshard-plan`. It
+imports no torch, no vLLM and no numpy, because every installed plugin is loaded at start-up."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _reshard(session: Run, options: ReshardOptions) -> WeightSync:
 
 @hookimpl
 def trlx_register(registry: Registry) -> None:
-    """Offer the weight sync for sharded policies and tensor-parallel engines."""
+    """Offer the weight sync `reshard`, for a sharded policy (FSDP2, HSDP, DDP) and tensor-parallel engines."""
     registry.offer(
         "weights",
         "reshard",
@@ -35,7 +35,7 @@ def trlx_register(registry: Registry) -> None:
 
 @hookimpl
 def trlx_command(commands: Any) -> None:
-    """Add `trlx-hybrid reshard-plan`."""
+    """Add the command `trlx-hybrid reshard-plan` to the sub-parsers of `trlx-hybrid`."""
     from .planner.cli import add_command
 
     add_command(commands)

@@ -1,8 +1,9 @@
-"""A plan applied to this rank's tensors: every view is made once, so that a replay is a few launches per bucket.
+"""The program of a weight sync: a plan applied to this rank's tensors. Every view is made once, so that each sync is
+only a few kernel launches per bucket.
 
-Slices are grouped into messages. A large slice is a message of its own, so that it can be sent from, and received into,
-its final place. Small slices that share a bucket and a peer are packed into one message. Both ends know sizes and order
-of the slices, so both find the same messages.
+A slice is a box of one parameter that goes from one rank to another. Slices are grouped into messages. A large slice is
+a message of its own, so that it can be sent from, and received into, its final place. Small slices that share a bucket
+and a peer are packed into one message. Both ends know sizes and order of the slices, so both find the same messages.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from .descriptors import Descriptors, Slices
 from .sharding import Ints
 
 ALONE = 1 << 20
-"""The size in bytes from which a slice is a message of its own: far above the cost of a message, 10 µs or 3 MB of
-NVLink's time."""
+"""The size in bytes from which a slice is a message of its own: far above the cost of a message, which is 10 µs, or the
+time in which NVLink moves 3 MB."""
 ALIGNMENT = 256
 """The alignment of packed slices in bytes, which suits copy kernels and the network."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Message:
-    """A message: the bytes that go from one rank to another in one piece, within one bucket.
+    """The bytes that go from one rank to another in one send, within one bucket.
 
     Attributes:
         peer: the rank at the other end.
-        slices: (slices,) of `descriptors.SLICE`, in the order of the bytes.
-        sizes: the number of elements of each slice.
+        slices: the boxes that the message contains, of dtype `descriptors.SLICE`, in the order of its bytes.
+        sizes: the number of elements of each box.
     """
 
     peer: int
@@ -45,21 +46,23 @@ class Message:
 
     @property
     def content(self) -> bytes:
-        """A key that is equal for messages of the same bytes to different ranks."""
+        """A key that is equal for messages that send the same data to different ranks, which are packed once."""
         return b"".join(self.slices[name].tobytes() for name in ("parameter", "start", "stop"))
 
     @property
     def elements(self) -> int:
-        """The number of elements of all slices."""
+        """The number of elements in the message."""
         return sum(self.sizes)
 
 
 def messages_of(slices: Slices, bucket: int, itemsize: int, alone: int = ALONE) -> list[Message]:
-    """Return the messages of one bucket in one direction, by peer, in the order both ends agree on.
+    """Group the boxes of one bucket and one direction into messages, by peer, in the order on which both ends agree.
 
     Args:
-        slices: the slices of that direction, of all buckets, sorted as `descriptors.lower` sorts them.
+        slices: the boxes of that direction, of all buckets, sorted as `descriptors.lower` sorts them.
+        bucket: the number of the bucket.
         itemsize: bytes per element on the wire.
+        alone: the size in bytes from which a box is a message of its own.
     """
     first, last = np.searchsorted(slices["bucket"], [bucket, bucket + 1])
     found = slices[first:last]
@@ -69,6 +72,11 @@ def messages_of(slices: Slices, bucket: int, itemsize: int, alone: int = ALONE) 
 
 
 def _of_peer(slices: Slices, sizes: Ints, alone: int) -> Iterator[Message]:
+    """Yield the messages of one peer: one for each box of at least `alone` elements, and one for all smaller boxes.
+
+    Args:
+        sizes: the number of elements of each box.
+    """
     large = sizes >= alone
     for i in np.flatnonzero(large):
         yield Message(int(slices["peer"][i]), slices[i : i + 1], (int(sizes[i]),))
@@ -78,8 +86,13 @@ def _of_peer(slices: Slices, sizes: Ints, alone: int) -> Iterator[Message]:
 
 @dataclass(slots=True)
 class Copies:
-    """A set of copies that are launched together and cast where dtypes differ. All dense pairs take one kernel, every
-    other pair one of its own."""
+    """Tensor copies that are launched together, and that cast if dtypes differ. All contiguous pairs take one kernel,
+    and every other pair takes one of its own.
+
+    Attributes:
+        dense: the contiguous pairs, as a list of destinations and a list of sources, flattened.
+        strided: all other pairs, in the same form.
+    """
 
     dense: tuple[list[Tensor], list[Tensor]] = field(default_factory=lambda: ([], []))
     strided: tuple[list[Tensor], list[Tensor]] = field(default_factory=lambda: ([], []))
@@ -128,8 +141,8 @@ class Copies:
 
 
 def widened(to: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
-    """Return views of both tensors with the widest elements that their rows and addresses allow, where no cast is
-    needed.
+    """Return views of two tensors in the widest elements that their rows and addresses allow, so that a copy between
+    them is faster. If the copy casts, the tensors are returned as they are.
 
     The time of a strided copy grows with the number of elements. In elements of 16 bytes, a bf16 tensor has one eighth
     as many.
@@ -143,21 +156,24 @@ def widened(to: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fits(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a tensor can be viewed in this wider dtype: its rows, strides and address must be multiples of the
+    new element's size."""
     times = dtype.itemsize // tensor.itemsize
     counts = (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1])
     return all(n % times == 0 for n in counts) and tensor.data_ptr() % dtype.itemsize == 0
 
 
 class Staging:
-    """The memory for packing and receiving messages: buffers of equal size, used in turn. One is on the wire while the
-    other is packed or written.
+    """Buffers of equal size, used in turn, into which messages are packed and received. One is on the wire while the
+    other is packed or unpacked.
 
     Views of the buffers are made once, before the first `release`. Between syncs the storages are empty, and the views
-    stay valid. Where a recording refers to the buffers' addresses, `keep` keeps the storages.
+    stay valid. If a recorded CUDA graph refers to the buffers' addresses, `keep` keeps the storages.
 
     Args:
         elements: the number of elements of one buffer.
         count: the number of buffers.
+        dtype, device: the dtype and the device of the buffers.
     """
 
     def __init__(self, elements: int, count: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -167,16 +183,22 @@ class Staging:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all buffers while a sync runs."""
+        """The bytes that all buffers take while a sync runs."""
         return self._size * len(self._buffers)
 
     def view(self, number: int, start: int, elements: int) -> Tensor:
-        """Return a flat view of a range of buffer `number` modulo the number of buffers."""
+        """Return a flat view of part of a buffer.
+
+        Args:
+            number: the number of the bucket; buckets use the buffers in turn.
+            start: the first element of the view.
+            elements: the number of elements of the view.
+        """
         return self._buffers[number % len(self._buffers)].as_strided((elements,), (1,), start)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Give the buffers memory for as long as the context lasts."""
+        """Return a context in which the buffers have memory."""
         if not self._kept:
             for buffer in self._buffers:
                 buffer.untyped_storage().resize_(self._size)
@@ -186,11 +208,11 @@ class Staging:
             self.release()
 
     def keep(self) -> None:
-        """Keep the buffers' memory from now on, even after `release`. Call it while the buffers are held."""
+        """Keep the buffers' memory from now on, even after `release`. Call it inside `held()`."""
         self._kept = True
 
     def release(self) -> None:
-        """Give the memory back, unless it is kept."""
+        """Free the buffers' memory, unless it is kept."""
         if not self._kept:
             for buffer in self._buffers:
                 buffer.untyped_storage().resize_(0)
@@ -201,8 +223,9 @@ class Transfer:
     """A message to be sent or received, with its memory.
 
     Attributes:
-        tensor: a flat view of the message's final place, or of the staging memory.
-        tag: a number that distinguishes the messages of a pair of ranks, the same on both.
+        peer: the rank at the other end.
+        tensor: a flat view of the message's final place, or of a staging buffer.
+        tag: a number that distinguishes the messages between two ranks, the same on both.
     """
 
     peer: int
@@ -212,7 +235,13 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BucketViews:
-    """The copies and messages of one bucket: packed first, unpacked when they have arrived."""
+    """The copies and messages of one bucket on this rank.
+
+    Attributes:
+        pack: copies into staging buffers, done before the messages are sent.
+        sends, receives: the messages.
+        unpack: copies out of staging buffers, done when the messages have arrived.
+    """
 
     pack: Copies = field(default_factory=Copies)
     sends: list[Transfer] = field(default_factory=list)
@@ -222,14 +251,16 @@ class BucketViews:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """All copies and messages of one sync on this rank.
+    """All copies and messages of one weight sync on this rank.
 
     Attributes:
+        buckets: the buckets, in order.
         local: the copies from this rank's shards into its own engine.
         duplicates: the copies of weights that the engine keeps several times, from the first place to the others; they
             run last.
+        staging: the buffers for messages that need packing or unpacking.
         tensors: the number of parameters of which this rank's engine holds something.
-        received_bytes, sent_bytes: the bytes over the wire.
+        received_bytes, sent_bytes: the bytes over the wire on this rank.
     """
 
     buckets: list[BucketViews]
@@ -242,16 +273,16 @@ class Program:
 
     @property
     def copies(self) -> list[Copies]:
-        """All sets of copies of the sync."""
+        """All copies of the sync: the local ones, and those of every bucket."""
         return [self.local, self.duplicates, *(c for b in self.buckets for c in (b.pack, b.unpack))]
 
     def on(self, device: torch.device) -> bool:
-        """Return whether all memory of the copies is on the device."""
+        """Return whether all memory that the copies read and write is on the device."""
         return all(t.device == device for c in self.copies for side in (*c.dense, *c.strided) for t in side)
 
     def record(self, device: torch.device) -> None:
-        """Replay the copies as CUDA graphs from now on. The staging buffers are kept from now on, and must have memory
-        when this is called."""
+        """Replay the copies as CUDA graphs from now on. The staging buffers keep their memory from now on, and must
+        have memory when this is called."""
         self.staging.keep()
         for copies in self.copies:
             copies.record(device)
@@ -267,17 +298,17 @@ def program(
     device: torch.device,
     alone: int = ALONE,
 ) -> Program:
-    """Return this rank's program, with every view made.
+    """Make this rank's program for a weight sync, with every view of its tensors.
 
     Args:
-        names: the parameters' names, in the descriptors' numbering.
-        lowered: this rank's slices.
+        names: the parameters' names, in the order in which the descriptors number them.
+        lowered: the boxes that this rank sends, receives and copies.
         buckets: the number of buckets.
-        shards: this rank's shard of each parameter, in the training dtype.
-        regions: the regions of each parameter that this rank's engine holds.
+        shards: this rank's shard of each parameter, by name, in the training dtype.
+        regions: the places of each parameter in this rank's engine, by name.
         dtype: the dtype on the wire and of the engine's memory.
         device: the device of the engine's memory.
-        alone: the size in bytes from which a slice is a message of its own.
+        alone: the size in bytes from which a box is a message of its own.
     """
     first: dict[str, dict[Any, Region]] = {}
     duplicates = Copies()
@@ -304,7 +335,8 @@ def program(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Places:
-    """The memory of slices on this rank, in the trainer's shards and in the engine."""
+    """The memory of boxes on this rank, in the trainer's shards and in the engine. The attributes are as in
+    `program`."""
 
     names: Sequence[str]
     shards: Mapping[str, Tensor]
@@ -313,12 +345,26 @@ class _Places:
     device: torch.device
 
     def source(self, piece: Any, here: Any) -> Tensor:
+        """Return the view of a box in the trainer's shard.
+
+        Args:
+            piece: one entry of dtype `descriptors.SLICE`.
+            here: where the box begins in the shard, one index per dimension.
+        """
         tensor = self.shards[self.names[piece["parameter"]]].detach()
         for d in range(tensor.dim()):
             tensor = tensor.narrow(d, int(here[d]), int(piece["stop"][d] - piece["start"][d]))
         return tensor
 
     def target(self, piece: Any) -> Tensor:
+        """Return the view of a box in the engine's memory.
+
+        Args:
+            piece: one entry of dtype `descriptors.SLICE`.
+
+        Raises:
+            SyncError: the engine does not hold that box.
+        """
         name = self.names[piece["parameter"]]
         start, stop = piece["start"].tolist(), piece["stop"].tolist()
         for region in self.regions[name]:
@@ -330,7 +376,12 @@ class _Places:
         raise SyncError(f"No memory of the engine holds {list(zip(start, stop, strict=True))} of {name}.")
 
     def staged(self, *directions: Iterable[Message]) -> int:
-        """Return the number of elements that a bucket stages. A message that goes to several ranks is packed once."""
+        """Return the number of elements of a bucket's messages that need a staging buffer. A message that goes to
+        several ranks is packed once.
+
+        Args:
+            directions: the messages to send, then the messages to receive.
+        """
         total, packed = 0, set[bytes]()
         for sending, found in zip((True, False), directions, strict=True):
             for message in found:
@@ -340,6 +391,12 @@ class _Places:
         return total
 
     def bucket(self, staging: Staging, number: int, sends: list[Message], receives: list[Message]) -> BucketViews:
+        """Make the views of one bucket.
+
+        Args:
+            number: the number of the bucket.
+            sends, receives: its messages.
+        """
         bucket = BucketViews()
         start = 0
         for sending, found, transfers in ((True, sends, bucket.sends), (False, receives, bucket.receives)):
@@ -358,6 +415,8 @@ class _Places:
         return bucket
 
     def _stage(self, message: Message, staged: Tensor, sending: bool, bucket: BucketViews) -> None:
+        """Add the copies between a message's staging memory and the places of its boxes to the bucket's `pack` or
+        `unpack`."""
         for piece, part in zip(message.slices, torch.split(staged, list(message.sizes)), strict=True):
             if sending:
                 source = self.source(piece, piece["here"])
@@ -367,7 +426,8 @@ class _Places:
                 bucket.unpack.add(target, part.view(target.shape))
 
     def _in_place(self, message: Message, sending: bool) -> Tensor | None:
-        """Return the memory that a message can be sent from, or received into, without staging; otherwise None."""
+        """Return a flat view of the memory that a message can be sent from, or received into, without staging; None if
+        it needs staging."""
         if len(message.slices) > 1:
             return None
         piece = message.slices[0]
@@ -376,6 +436,6 @@ class _Places:
         return tensor.view(-1) if plain else None
 
     def _aligned(self, elements: int) -> int:
-        """Round a number of elements up to the alignment."""
+        """Round a number of elements up to a multiple of `ALIGNMENT` bytes."""
         unit = max(1, ALIGNMENT // self.dtype.itemsize)
         return -(-elements // unit) * unit

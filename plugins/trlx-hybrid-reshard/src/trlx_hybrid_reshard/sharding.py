@@ -1,10 +1,9 @@
-"""Shardings of one parameter: the piece that each rank holds, as a product of index ranges, one set of them per
-dimension.
+"""Shardings of one parameter: which part of it each rank holds, as one set of index ranges per dimension.
 
-Ranges are half-open and lie in arrays. `parts` has shape (parts, intervals, 2) and dtype int64: for each part its
-ranges [start, stop), ascending; empty ranges fill up parts that have fewer ranges than others. A rank's piece of a
-tensor is a product of one part per dimension, so the overlap of two pieces is the product of the overlaps per
-dimension.
+Ranges are half-open and lie in int64 arrays. An array of parts has shape (parts, intervals, 2): for each part of a
+dimension, its ranges [start, stop), ascending. Parts that have fewer ranges than others are filled up with empty ones.
+A piece is what a rank holds of a tensor: the product of one part per dimension. So the overlap of two pieces is the
+product of the overlaps per dimension.
 """
 
 from __future__ import annotations
@@ -17,18 +16,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints: TypeAlias = NDArray[np.int64]
+"""An int64 array."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sharding:
-    """A parameter cut into pieces. Pieces are disjoint and cover the parameter; several ranks may hold the same piece,
-    and a rank may hold none.
+    """A parameter cut into pieces, and the piece that each rank holds. Pieces are disjoint and cover the parameter;
+    several ranks may hold the same piece, and a rank may hold none.
 
     Attributes:
         world: the number of ranks.
-        parts: for each dimension, starting with the layers', its parts: an array (parts, intervals, 2).
-        coordinates: for each dimension, the number of the part that each rank holds, (world,).
-        held: (world,), whether each rank holds a piece.
+        parts: for each dimension, the parts into which it is cut, int64 of shape (parts, intervals, 2). The first
+            dimension is that of the layers.
+        coordinates: for each dimension, the number of the part that each rank holds, int64 of shape (ranks,).
+        held: whether each rank holds a piece, bool of shape (ranks,).
     """
 
     world: int
@@ -37,42 +38,53 @@ class Sharding:
     held: NDArray[np.bool_]
 
     def holds(self, rank: int) -> bool:
-        """Return whether the rank has a piece, even an empty one."""
+        """Return whether the rank holds a piece, even an empty one."""
         return bool(self.held[rank])
 
     def piece(self, rank: int) -> tuple[Ints, ...]:
-        """Return the rank's ranges (intervals, 2) of each dimension. The rank must have a piece."""
+        """Return the index ranges that one rank holds: for each dimension, int64 of shape (intervals, 2) with the start
+        and end of each range. The rank must hold a piece."""
         return tuple(part[at[rank]] for part, at in zip(self.parts, self.coordinates, strict=True))
 
     def pieces_of(self, ranks: Ints) -> tuple[Ints, ...]:
-        """Return the ranges (ranks, intervals, 2) of each dimension, of several ranks. All of these must have a
-        piece."""
+        """Return the index ranges that several ranks hold: for each dimension, int64 of shape (ranks, intervals, 2)
+        with the start and end of each range. Each of the ranks must hold a piece."""
         return tuple(part[at[ranks]] for part, at in zip(self.parts, self.coordinates, strict=True))
 
     def within(self, extent: tuple[int, ...]) -> Sharding:
-        """Return this sharding without the padding: ranges end where the parameter does."""
+        """Return this sharding without padding: ranges that go beyond the parameter end where it ends.
+
+        Args:
+            extent: the parameter's shape without padding, layers first.
+        """
         parts = tuple(np.minimum(part, size) for part, size in zip(self.parts, extent, strict=True))
         return Sharding(self.world, parts, self.coordinates, self.held)
 
     def elements(self, rank: int) -> int:
-        """Return the number of elements of the rank's piece; 0 where it has none."""
+        """Return the number of elements that the rank holds; 0 if it holds no piece."""
         return math.prod(int(length(part)) for part in self.piece(rank)) if self.holds(rank) else 0
 
     @property
     def replicated(self) -> bool:
-        """True where some piece has more than one holder."""
+        """True if several ranks hold the same piece."""
         return int(self.held.sum()) != math.prod(len(p) for p in self.parts)
 
     def pieces(self) -> Ints:
-        """Return the number of the piece that each rank holds, (world,); -1 for none."""
+        """Return the number of the piece that each rank holds, int64 of shape (ranks,); -1 for none. Ranks with the
+        same number hold the same indices."""
         number = np.zeros(self.world, dtype=np.int64)
         for parts, coordinates in zip(self.parts, self.coordinates, strict=True):
             number = number * len(parts) + coordinates
         return np.where(self.held, number, -1)
 
     def per_rank(self, values: tuple[Ints, ...]) -> Ints:
-        """Return, for each rank, the product of `values[d]` over the parts that it holds, (world,). `values[d]` has one
-        value per part of dimension d."""
+        """Multiply one value per dimension for each rank, for example lengths into a number of elements. Returns int64
+        of shape (ranks,), 0 for a rank without a piece.
+
+        Args:
+            values: for each dimension, one value for each of its parts, int64 of shape (parts,). A rank takes the value
+                of the part that it holds.
+        """
         product = self.held.astype(np.int64)
         for value, coordinates in zip(values, self.coordinates, strict=True):
             product *= value[coordinates]
@@ -80,13 +92,22 @@ class Sharding:
 
 
 def uncut(size: int) -> Ints:
-    """Return the single part that covers a whole dimension, (1, 1, 2)."""
+    """Return the single part that covers a whole dimension of this size, shape (1, 1, 2)."""
     return np.array([[[0, size]]], dtype=np.int64)
 
 
 def segmented(size: int, ways: int, segments: int) -> Ints:
-    """Return, for each of `ways` ranks, the same even share of each of `segments` fused blocks, (ways, segments, 2).
-    `ways` divides each block."""
+    """Cut a dimension that consists of fused blocks, such as gate and up, so that each rank gets the same even share of
+    every block.
+
+    Args:
+        size: the number of indices of the dimension.
+        ways: the number of ranks, which divides each block.
+        segments: the number of blocks of equal size.
+
+    Returns:
+        For each rank its ranges, int64 of shape (ways, segments, 2).
+    """
     block = size // segments
     share = block // ways
     starts = np.arange(ways, dtype=np.int64)[:, None] * share + np.arange(segments, dtype=np.int64) * block
@@ -94,7 +115,14 @@ def segmented(size: int, ways: int, segments: int) -> Ints:
 
 
 def rechunked(parts: Ints, ways: int) -> Ints:
-    """Return each part, its ranges laid end to end, cut as `torch.chunk` would cut it, (parts * ways, intervals, 2)."""
+    """Cut each part into `ways` parts as `torch.chunk` would, with the ranges of the part laid end to end.
+
+    Args:
+        parts: the parts of one dimension, int64 of shape (parts, intervals, 2).
+
+    Returns:
+        The smaller parts, shape (parts * ways, intervals, 2).
+    """
     lengths = parts[..., 1] - parts[..., 0]
     ends = lengths.cumsum(axis=1)
     total = ends[:, -1:]
@@ -105,15 +133,19 @@ def rechunked(parts: Ints, ways: int) -> Ints:
 
 
 def length(parts: Ints) -> Ints:
-    """Return the number of indices in each part; any leading shape."""
+    """Return the number of indices in each part: from shape (..., intervals, 2) to shape (...)."""
     result: Ints = (parts[..., 1] - parts[..., 0]).sum(axis=-1)
     return result
 
 
 def crossings(left: Ints, right: Ints) -> Ints:
-    """Return the ranges common to both, (..., intervals of left * intervals of right, 2). Empty ones have start = stop.
+    """Return the ranges that two parts have in common. Leading dimensions broadcast.
 
-    Leading shapes broadcast.
+    Args:
+        left, right: parts, int64 of shape (..., intervals, 2).
+
+    Returns:
+        The common ranges, shape (..., intervals of left * intervals of right, 2). Empty ones have start = stop.
     """
     a, b = left[..., :, None, :], right[..., None, :, :]
     start = np.maximum(a[..., 0], b[..., 0])
@@ -122,7 +154,8 @@ def crossings(left: Ints, right: Ints) -> Ints:
 
 
 def overlap(left: Ints, right: Ints) -> Ints:
-    """Return the number of indices that both hold; leading shapes broadcast."""
+    """Return the number of indices that two parts have in common: from shape (..., intervals, 2) to shape (...).
+    Leading dimensions broadcast."""
     a, b = left[..., :, None, :], right[..., None, :, :]
     common = np.minimum(a[..., 1], b[..., 1]) - np.maximum(a[..., 0], b[..., 0])
     result: Ints = np.maximum(common, 0).sum(axis=(-2, -1))
@@ -130,10 +163,14 @@ def overlap(left: Ints, right: Ints) -> Ints:
 
 
 def position_in(part: Ints, index: Ints) -> Ints:
-    """Return the positions of global indices in a part whose ranges are laid end to end. `part` is (intervals, 2),
-    `index` any shape.
+    """Return where global indices lie in a part whose ranges are laid end to end, as in a rank's local tensor.
 
-    Each index must be in the part.
+    Args:
+        part: the ranges of the part, int64 of shape (intervals, 2).
+        index: global indices of any shape, each of which must lie in the part.
+
+    Returns:
+        The positions, in the shape of `index`.
     """
     lengths = part[:, 1] - part[:, 0]
     before = lengths.cumsum() - lengths

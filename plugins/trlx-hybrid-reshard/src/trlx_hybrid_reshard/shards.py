@@ -1,9 +1,9 @@
-"""Shards of this rank's trainer: the live local tensor of each parameter, by name, with adapters merged.
+"""The shards of this rank's trainer: the local tensor of each parameter, by name, with adapters merged.
 
 LoRA adapters are merged into copies of this rank's shards, and the base weights stay as they are. PEFT's own merge of
 sharded tensors does this, out of place, as for the weight sync `gather`, so both syncs give the same bits. A shard of
 rows of the merged weight needs only the same rows of B and all of A, which is small. PEFT's product of two DTensors
-mostly moves more than that, which neither the plan's bytes nor its lower bound count.
+mostly moves more than that. Neither the plan's bytes nor its lower bound count this.
 """
 
 from __future__ import annotations
@@ -26,14 +26,18 @@ if TYPE_CHECKING:
 
 
 class Shards:
-    """The local tensors of the policy's parameters, which may move in memory, be frozen, or be replaced between two
-    syncs.
+    """The local tensors of the policy's parameters on this rank. Between two syncs, the parameters may move in memory,
+    be frozen, or be replaced.
+
+    Args:
+        policy: the trainer's model, of which the base weights and the adapters are read.
 
     Attributes:
         shapes: the shapes of the whole parameters, by name; tied parameters once.
         local: this rank's tensor of each parameter: a view, the parameter itself, or its merged copy. Merged copies
             take the memory of the adapted shards once more.
-        moved: the number of times that local tensors were replaced or moved.
+        moved: the number of times that local tensors were replaced or moved. Views and recordings made at a lower
+            number may be out of date.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -57,13 +61,13 @@ class Shards:
         self.refresh()
 
     def _merged(self) -> list[AdaptedModule]:
-        """Return the modules on which an adapter is active; all are plain LoRA."""
+        """Return the modules that have an active adapter; all adapters are plain LoRA."""
         adapted = (module for _, module in adapted_modules(self._policy.base))
         return [m for m in adapted if any(a in layer.r for layer in m.layers for a in layer.active_adapters)]
 
     def refuse_other_modules(self) -> None:
-        """Refuse modules that were replaced since the engine was built, and other adapters: the plan was made for the
-        earlier modules.
+        """Raise an error if modules or adapters were replaced since the engine was built, because the plan was made for
+        the earlier ones.
 
         Raises:
             SyncError: modules or adapters differ; names them.
@@ -83,12 +87,12 @@ class Shards:
             )
 
     def refresh(self) -> bool:
-        """Look up the parameters again. Returns whether a parameter that is frozen now may hold other bits than at the
-        last refresh.
+        """Look up the local tensors again, at the start of each sync. Returns whether a parameter that is frozen now
+        may hold other values than at the last call.
 
         Every sync calls this, so it works on whole lists for speed. A tensor whose storage was emptied and filled again
-        (see `trlx_hybrid.memory.offload`) is the same object at another address: its views stay valid, a recording does
-        not.
+        (see `trlx_hybrid.memory.offload`) is the same object at another address: its views stay valid, a recorded CUDA
+        graph does not.
         """
         self._policy.reshard()
         parameters: list[Any] = [held[key] for held, key in self._slots]
@@ -103,8 +107,8 @@ class Shards:
         return changed
 
     def merge(self) -> None:
-        """Merge the adapters again. Collective where the policy is sharded, with no deadline: all ranks must be
-        there."""
+        """Merge the adapters into the copies again. If the policy is sharded, this is collective and has no deadline,
+        so all ranks must be there."""
         moved = False
         for module, keys in self._adapted:
             for key, merged in module.merged().items():
@@ -118,15 +122,18 @@ class Shards:
 
     @property
     def frozen(self) -> Set[str]:
-        """The names of parameters that no optimizer changes."""
+        """The names of the parameters that no optimizer changes."""
         return self._frozen.names
 
     def parameters(self, names: Sequence[str]) -> list[Parameter]:
-        """Return the parameters for a plan, each a class of its own."""
+        """Return the parameters of these names as the planner needs them, one parameter class for each tensor."""
         return [Parameter(name=name, shape=self.shapes[name]) for name in names]
 
     def layout(self, world: int) -> LiveSharding:
-        """Return the layout of all parameters, on all ranks.
+        """Return the layout of all parameters in the trainer, on all ranks.
+
+        Args:
+            world: the number of ranks.
 
         Raises:
             ConfigError: a placement is neither a shard nor a replica.

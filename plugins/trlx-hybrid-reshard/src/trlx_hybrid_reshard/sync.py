@@ -1,5 +1,5 @@
-"""The weight sync `reshard`, which sends weights from the trainer's shards into the engines' slices. It moves only what
-each rank lacks."""
+"""The weight sync `reshard`, which copies weights from the trainer's shards into the engines' tensor-parallel slices.
+Each rank receives only the bytes that it lacks."""
 
 from __future__ import annotations
 
@@ -46,15 +46,21 @@ SHOWN = 3
 third is like all later ones."""
 
 WARM, SEEN = 3, 3
+"""The number of first syncs that are not counted for the warning, and the number of consecutive syncs that it takes."""
 LIMIT = 0.1
+"""The fraction of an iteration that a sync may take before the log warns."""
 
 
 class ReshardSync(WeightSync):
     """The weight sync from an FSDP2, HSDP or DDP policy to engines with any tensor parallelism.
 
-    The layouts of both sides are read once; then each sync replays the plan. Frozen parameters move only when the
-    engine's weights were lost, or when the parameters were written to or replaced since the last sync. The session
-    checks a sync by gathering whole tensors in another way.
+    The layouts of both sides are read once; then each sync replays the plan. Frozen parameters move only if the
+    engine's weights were lost, or if the parameters were written to or replaced since the last sync. The session
+    verifies a sync by gathering whole tensors in another way.
+
+    Args:
+        run: the run of the trainer.
+        options: the user's options.
 
     Attributes:
         prepared: the plan of the last sync; before the first sync, the plan of all parameters.
@@ -75,7 +81,8 @@ class ReshardSync(WeightSync):
     # --- choosing ---------------------------------------------------------------------------------------------------
 
     def refuses(self) -> str | None:
-        """Return why this weight sync cannot serve this model and engine, or None. All ranks give the same answer.
+        """Return why this weight sync cannot serve this model and engine, or None if it can. It is collective: all
+        ranks refuse, or none does.
 
         Raises:
             SyncError: the ranks have different models.
@@ -88,6 +95,8 @@ class ReshardSync(WeightSync):
             return self._refuses_together()
 
     def _refuses_together(self) -> str | None:
+        """Return why some rank cannot serve the sync, or None if all can. It compares the models, and what the engines
+        hold, between all ranks, and keeps the result for the plan."""
         ranks = self._run.ranks
         self._agreement = agreement = Agreement(ranks.rank, ranks.world, self._options.deadline, self._options.stall)
         shards = Shards(self._run.policy)
@@ -113,6 +122,8 @@ class ReshardSync(WeightSync):
         return None
 
     def _refuses_at_sight(self) -> str | None:
+        """Return why this model or engine cannot be served, or None, as far as it can be seen without asking other
+        ranks."""
         policy = self._run.policy
         if policy.adapters and self._run.ranks.world == 1:
             return "one rank has nothing to reshard; what cannot be served is merged (`gather`)"
@@ -129,7 +140,10 @@ class ReshardSync(WeightSync):
         return None
 
     def _regions_of_engine(self, shards: Shards) -> Regions:
-        """Return the memory of each parameter in this rank's engine.
+        """Return the places of each parameter's weights in this rank's engine.
+
+        Args:
+            shards: the shards of this rank's trainer.
 
         Raises:
             EngineError, ConfigError: weights cannot be written to the engine, or read from the trainer's shards; says
@@ -147,7 +161,7 @@ class ReshardSync(WeightSync):
         return regions
 
     def open(self) -> None:
-        """Make the plan of a whole sync, and the process group for its bytes.
+        """Make the plan of a sync of all parameters, and the process group over which its bytes go. Collective.
 
         Raises:
             PeerLostError: a rank does not take part.
@@ -165,23 +179,29 @@ class ReshardSync(WeightSync):
 
     @property
     def _opened(self) -> tuple[Agreement, _Sides]:
+        """The ranks' agreement and the two sides of the sync, which exist once `refuses` has returned None."""
         assert self._agreement is not None, "refuses() comes first"
         assert self._sides is not None, "refuses() comes first"
         return self._agreement, self._sides
 
     @property
     def summary(self) -> str:
-        """A description of what a whole sync moves on this rank."""
+        """A description of what a sync of all parameters moves on this rank: bytes, the least possible, and extra
+        memory."""
         return str(self.prepared)
 
     def note(self) -> str:
-        """Return the summary as a line of the run's header."""
+        """Return the summary as a line for the header that a run prints."""
         return f"[Reshard] a sync on rank {self._run.ranks.rank}: {self.summary}"
 
     # --- syncing ----------------------------------------------------------------------------------------------------
 
     def sync(self) -> LoadReport:
-        """Move the weights that ranks lack, and copy the rest from their own shards.
+        """Bring the policy's current weights into the engines: send each rank what it lacks, and copy the rest from its
+        own shards. Collective.
+
+        Returns:
+            The number of parameters that this rank's engine holds, and the bytes that this rank received.
 
         Raises:
             SyncError: a rank has another weight version or plan, or modules were replaced.
@@ -210,12 +230,19 @@ class ReshardSync(WeightSync):
         return LoadReport(tensors=prepared.tensors, bytes=prepared.received_bytes)
 
     def forget(self) -> None:
-        """Make the next sync move frozen parameters, too, and compare the modules with the plan's."""
+        """Make the next sync move frozen parameters, too, and check that the modules are still those of the plan."""
         self._synced = False
 
     def _agreed(self, everything: bool) -> PreparedPlan:
-        """Return the plan of this sync, once all ranks are there at one weight version and one plan. If one rank must
-        move all parameters, all ranks do."""
+        """Return the plan of this sync, once all ranks are there with the same weight version and the same plans.
+
+        Args:
+            everything: whether this rank must move all parameters, frozen ones included. If one rank must, all ranks
+                do.
+
+        Raises:
+            SyncError: the ranks differ in weight version or plan.
+        """
         agreement, sides = self._opened
         trained = tuple(name for name in sides.names if name not in sides.shards.frozen)
         small, whole = self._prepare(trained or sides.names), self._prepare(sides.names)
@@ -227,8 +254,8 @@ class ReshardSync(WeightSync):
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
-        """Clean up after a lost rank, so that no operation of a sync waits for it, neither on this device nor when all
-        is closed."""
+        """Return a context that cleans up if a rank is lost, so that no operation of the sync waits for it, neither on
+        this device nor when the groups are destroyed."""
         try:
             yield
         except PeerLostError:
@@ -238,7 +265,7 @@ class ReshardSync(WeightSync):
             raise
 
     def _prepare(self, names: tuple[str, ...]) -> PreparedPlan:
-        """Return the prepared plan of some parameters, which is made at its first use."""
+        """Return the prepared plan for the parameters of these names, which is made at its first use."""
         if names not in self._known:
             _, sides = self._opened
             rank, dtype = self._run.ranks.rank, self._run.live_engine.dtype
@@ -246,8 +273,12 @@ class ReshardSync(WeightSync):
         return self._known[names]
 
     def _advice(self) -> str:
-        """Return advice on better layouts, from the largest parameter, since all layers are placed alike; "" for a
-        module that is no model of transformers."""
+        """Return advice on layouts with which a sync would move fewer bytes, or "" if the policy has no transformers
+        config.
+
+        Only the sharding of the largest parameter is looked at: every layer is sharded in the same way, so it stands
+        for the rest.
+        """
         from .planner.advice import advice_for_run  # a run needs the planner for this alone
 
         config = getattr(self._run.policy.base, "config", None)
@@ -259,7 +290,7 @@ class ReshardSync(WeightSync):
         return advice_for_run(config, train, rollout, self._run.live_engine.dtype.itemsize)
 
     def release(self) -> None:
-        """Forget the memory of a closed engine, and destroy the groups."""
+        """Forget the memory of an engine that was closed, and destroy the process groups."""
         own, self._group = self._group, None
         self.prepared, self._known = None, {}
         if self._agreement is not None:
@@ -273,14 +304,14 @@ class ReshardSync(WeightSync):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Sides:
-    """The two sides of a sync: the trainer's shards and the engines' regions.
+    """The two sides of a sync: the trainer's shards, and the places of the weights in the engines.
 
     Attributes:
         shards: the shards of this rank's trainer.
-        regions: the regions of this rank's engine.
-        held: for each rank, the boxes of each parameter that its engine holds.
+        regions: the places of the weights in this rank's engine.
+        held: for each rank, the boxes (index ranges) that its engine holds of each parameter, by name.
         names: the names of the parameters that some engine holds, in the order of a forward pass.
-        ranks_per_node: as in `plan.plan`.
+        ranks_per_node: the number of consecutive ranks that share a host; 0 counts all as one host.
     """
 
     shards: Shards
@@ -290,7 +321,7 @@ class _Sides:
     ranks_per_node: int
 
     def layouts(self) -> tuple[LiveSharding, LiveSharding]:
-        """Return the layout of all parameters in the trainer, and their layout in the engines."""
+        """Return the layout of the parameters in the trainer, and their layout in the engines."""
         return self.shards.layout(len(self.held)), read_engines(self.shards.parameters(self.names), self.held)
 
     @property
@@ -300,25 +331,33 @@ class _Sides:
 
 
 def ranks_per_node(hosts: Sequence[str]) -> int:
-    """Return how many consecutive ranks share a host; 0, which means one node for all, where hosts differ in that
-    number."""
+    """Return how many consecutive ranks share a host. Returns 0, which counts all ranks as one node, if hosts differ in
+    that number.
+
+    Args:
+        hosts: the host name of each rank.
+    """
     size = hosts.count(hosts[0])
     return size if list(hosts) == [host for host in dict.fromkeys(hosts) for _ in range(size)] else 0
 
 
 class PreparedPlan:
-    """The sync of some parameters on this rank: the plan, its slices, the views of them, and the transport.
+    """The sync of some parameters on this rank, ready to run: the plan, its boxes, the views of tensors, and the
+    transport.
 
     Args:
-        names: the parameters' names.
+        sides: the trainer's shards and the engines' places.
+        names: the names of the parameters to move.
         dtype: the dtype on the wire and of the engine's memory.
-        group: the group of all ranks; None for a single rank.
+        rank: this rank's number.
+        group: the process group of all ranks; None for a single rank.
+        options: the user's options.
 
     Attributes:
-        digest: a 64-bit digest of everything that the ranks must agree on.
+        digest: a 64-bit digest of everything on which the ranks must agree.
         received_bytes, floor_bytes: the bytes received per sync on this rank, and the least possible.
         sent_bytes: the bytes sent per sync.
-        tensors: the number of parameters that this rank's engine holds.
+        tensors: the number of parameters of which this rank's engine holds something.
     """
 
     def __init__(
@@ -343,7 +382,7 @@ class PreparedPlan:
         self._renew()
 
     def _renew(self) -> None:
-        """Make the program and its views again where the trainer's tensors were replaced or moved."""
+        """Make the program and its views again if the trainer's tensors were replaced or moved."""
         sides, options = self._sides, self._options
         if self._made == sides.shards.moved:
             return
@@ -356,7 +395,7 @@ class PreparedPlan:
         self.tensors = self._program.tensors
 
     def run(self) -> None:
-        """Move the parameters.
+        """Move the weights of the parameters.
 
         Raises:
             PeerLostError: see `Transport.run`.
@@ -373,7 +412,8 @@ class PreparedPlan:
 
 
 def _digest(model: Model, layouts: tuple[LiveSharding, LiveSharding], buckets: Buckets) -> int:
-    """Return a digest that is equal on two ranks only if they plan the same."""
+    """Return a signed 64-bit digest of parameters, layouts and buckets, by which ranks check that they have made the
+    same plan."""
     state = hashlib.blake2b(digest_size=8)
     state.update(repr((model.itemsize, buckets.rounds, buckets.by_source, buckets.count)).encode())
     for parameter, numbers in zip(model.parameters, buckets.numbers, strict=True):
@@ -384,15 +424,16 @@ def _digest(model: Model, layouts: tuple[LiveSharding, LiveSharding], buckets: B
 
 
 def _bytes(sharding: Sharding) -> bytes:
+    """Return the content of a sharding as bytes, for a digest."""
     return b"|".join(array.tobytes() for array in (*sharding.parts, *sharding.coordinates, sharding.held))
 
 
 class SyncLog:
-    """The log of one rank's syncs, with a warning where they take much of an iteration.
+    """The log of one rank's weight syncs, which warns if they take much of an iteration.
 
     Args:
-        rank: the rank; only rank 0 prints and warns, every rank logs.
-        advice: a function that returns advice on shorter syncs; called once at most.
+        rank: the rank. All ranks log; only rank 0 prints and warns.
+        advice: a function that returns advice on shorter syncs; called at most once.
     """
 
     def __init__(self, rank: int, advice: Callable[[], str]) -> None:
@@ -403,10 +444,14 @@ class SyncLog:
         self._warned = False
 
     def done(self, started: float, ended: float, moved: str) -> None:
-        """Log a sync from its start and its end, in seconds of one clock.
+        """Log one sync.
 
-        It warns, once, where each of the last `SEEN` syncs took more than `LIMIT` of its iteration. An iteration is the
-        time between the ends of two syncs. The first `WARM` syncs do not count.
+        It warns, once, if each of the last `SEEN` syncs took more than the fraction `LIMIT` of its iteration. An
+        iteration is the time between the ends of two syncs. The first `WARM` syncs do not count.
+
+        Args:
+            started, ended: the start and the end of the sync, in seconds of one clock.
+            moved: what the sync moved, as text.
         """
         self._syncs += 1
         line = f"[Reshard] duration={ended - started:.3f}s, {moved}"

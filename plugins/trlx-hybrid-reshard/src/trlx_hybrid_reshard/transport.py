@@ -1,10 +1,10 @@
-"""The transport, which replays a program: pack a bucket, send it, and write what came in while the next bucket is
-packed.
+"""The transport of a weight sync, which runs a program: it packs a bucket, sends it, and unpacks what came in while the
+next bucket is packed.
 
-On a CUDA device, packing, writing and the local copies have a stream each and NCCL has its own, so the host enqueues
-everything and waits once. From the second sync on, the copies of each step are one graph. The local copies are most of
-the bytes and nothing waits for them, so they have the lowest priority. With gloo the host waits for each bucket after
-it has packed the next one.
+On a CUDA device, packing, unpacking and the local copies have a stream each and NCCL has its own, so the host enqueues
+everything and waits once. From the second sync on, the copies of each step are one CUDA graph. The local copies are
+most of the bytes and nothing waits for them, so they have the lowest priority. With gloo the host waits for each bucket
+after it has packed the next one.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from .program import BucketViews, Program
 
 
 class Transport:
-    """The transport of one program, which can run any number of times.
+    """The transport of one program, which can run it any number of times.
 
     Args:
-        group: the group of all ranks, over NCCL for CUDA tensors and gloo for others; None for a single rank.
-        stall: seconds without a bucket arriving after which the sync is given up.
-        record: whether a CUDA device replays the copies as graphs, for which the staging buffers are kept between
+        program: the copies and messages of the sync on this rank.
+        group: the process group of all ranks, over NCCL for CUDA tensors and gloo for others; None for a single rank.
+        device: the device of the engine's memory.
+        stall: seconds without any bucket arriving after which the sync is given up.
+        record: whether a CUDA device replays the copies as CUDA graphs, for which the staging buffers are kept between
             syncs.
     """
 
@@ -49,6 +51,7 @@ class Transport:
             self._done = torch.zeros((), dtype=torch.int32, pin_memory=True)
 
     def _operations_of(self, bucket: BucketViews) -> list[dist.P2POp]:
+        """Return the receives and sends of one bucket as torch's point-to-point operations."""
         receives = [dist.P2POp(dist.irecv, t.tensor, t.peer, self._group, t.tag) for t in bucket.receives]
         return receives + [dist.P2POp(dist.isend, t.tensor, t.peer, self._group, t.tag) for t in bucket.sends]
 
@@ -57,7 +60,7 @@ class Transport:
         """Move all bytes of the sync. When it returns, the engine's memory is written.
 
         Raises:
-            PeerLostError: nothing arrives any more, or a rank is gone; names rank, bucket and peer.
+            PeerLostError: nothing arrives any more, or a rank is gone; names this rank, the bucket and the other rank.
         """
         with self._program.staging.held():
             if self._streams is None:
@@ -66,6 +69,7 @@ class Transport:
                 self._run_on_streams()
 
     def _run_on_host(self) -> None:
+        """Run the program bucket by bucket, and wait for each on the host, as gloo needs."""
         buckets = self._program.buckets
         under_way = self._launch(0) if buckets else []
         self._program.local.run()
@@ -77,7 +81,7 @@ class Transport:
         self._program.duplicates.run()
 
     def _launch(self, number: int) -> list[Any]:
-        """Pack a bucket and start to send and receive it."""
+        """Pack a bucket and start to send and receive it. Returns the work handles to wait for."""
         self._program.buckets[number].pack.run()
         operations = self._operations[number]
         if not operations:
@@ -88,6 +92,15 @@ class Transport:
             raise self._failed(number, "exchange with", None, error) from error
 
     def _wait(self, number: int, under_way: list[Any]) -> None:
+        """Wait for all messages of a bucket.
+
+        Args:
+            number: the number of the bucket.
+            under_way: the work handles that `_launch` returned.
+
+        Raises:
+            PeerLostError: a message does not arrive within `stall` seconds.
+        """
         ends = time.monotonic() + self._stall
         for work, peer in zip(under_way, self._peers[number], strict=False):
             try:
@@ -96,6 +109,7 @@ class Transport:
                 raise self._failed(number, "message", peer, error) from error
 
     def _run_on_streams(self) -> None:
+        """Run the program on CUDA streams, and record its copies before the second run."""
         if self._to_record and self._ran:
             self._program.record(self._device)
             self._to_record = False
@@ -105,7 +119,7 @@ class Transport:
         self._ran = True
 
     def _enqueue(self) -> None:
-        """Launch all work of the sync. The current stream waits for its end."""
+        """Launch all work of the sync on the device. Work on the current stream waits for its end."""
         packing, writing, beside = self._streams
         caller = torch.cuda.current_stream(self._device)
         for stream in self._streams:
@@ -129,7 +143,11 @@ class Transport:
         self._program.duplicates.run()
 
     def _wait_for(self, end: torch.cuda.Event) -> None:
-        """Wait until the event. Raises where no bucket completes for `stall` seconds."""
+        """Wait for a CUDA event that marks the end of the sync.
+
+        Raises:
+            PeerLostError: no bucket completes for `stall` seconds.
+        """
         done, ends = int(self._done), time.monotonic() + self._stall
         while not end.query():  # type: ignore[no-untyped-call]
             if (now := int(self._done)) != done:
@@ -139,7 +157,14 @@ class Transport:
             time.sleep(POLL)
 
     def _failed(self, number: int, what: str, peer: str | None, error: Exception | None) -> PeerLostError:
-        """Return the error of one bucket, for one peer or for all peers that it exchanges with."""
+        """Return the error for a bucket that did not complete.
+
+        Args:
+            number: the number of the bucket.
+            what: the operation that failed, for the message.
+            peer: the other rank, as text; None for all ranks with which the bucket exchanges data.
+            error: the cause, if there is one.
+        """
         peers = peer or ", ".join(sorted(set(self._peers[number])))
         reason = f" ({str(error).splitlines()[0][:200]})" if error is not None else ""
         return PeerLostError(

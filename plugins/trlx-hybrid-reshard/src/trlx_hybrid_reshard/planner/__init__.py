@@ -1,2 +1,2 @@
-"""The command `trlx-hybrid reshard-plan`, which forecasts the cost of a reshard from a config alone. A run uses only
-its advice."""
+"""The command `trlx-hybrid reshard-plan`, which estimates the cost of a weight sync between two layouts from a model's
+config alone. A training run uses only its advice."""

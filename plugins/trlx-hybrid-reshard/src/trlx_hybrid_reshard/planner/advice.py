@@ -1,9 +1,9 @@
-"""Advice on better layouts, and what they would save.
+"""Advice on layouts with which a weight sync would move fewer bytes, and how many it would save.
 
-In the best training layout, FSDP shards lie inside the rank's rollout slice. `fully_shard(shard_placement_fn=...)`
-makes it: it shards a weight along another dimension than the first, where `fsdp` divides that dimension. A permuted
-device mesh would bring a rank's rows into its TP slice as well, and is not advised: torch sorts the ranks of process
-groups, so the run refuses such a mesh (`live.from_dtensor`).
+In the best training layout, a rank's FSDP shards lie inside its engine's slice. `fully_shard(shard_placement_fn=...)`
+makes it: it shards a weight along another dimension than the first, if `fsdp` divides that dimension. A permuted device
+mesh would bring a rank's rows into its TP slice as well, and is not advised: torch sorts the ranks of process groups,
+so the run refuses such a mesh (`live.from_dtensor`).
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from ..sharding import Sharding
 from .architectures import describe
 
 SAMPLE = 64
-"""The number of ranks that are planned where there are more."""
+"""The number of ranks for which a plan is made; of more ranks, a sample of this size stands for all."""
 HELPS = 0.8
-"""The largest fraction of the present bytes at which a running job is told of a better layout."""
+"""A running job is told of a better layout if that layout moves at most this fraction of the present bytes."""
 ALWAYS = "More training per rollout makes it a smaller part; `trlx-hybrid reshard-plan` compares layouts."
+"""The last sentence of the advice, which holds for every layout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Better:
-    """A training layout, and what the worst rank moves with it.
+    """A training layout, and the bytes that the worst rank moves with it.
 
     Attributes:
-        name: the change of the layout, for output.
-        shard_dims: as in `MeshLayout`.
+        name: what is changed in the layout, for output.
+        shard_dims: pairs of a parameter's name and the dimension along which FSDP shards it, as in `MeshLayout`.
         receives_bytes, sends_bytes: the bytes of the rank that receives, or sends, the most.
     """
 
@@ -53,7 +54,11 @@ def alternatives(
     Only a training layout with FSDP and without tensor or pipeline parallelism has a choice.
 
     Args:
-        back: whether to measure the way from the rollout to the training layout.
+        model: the parameters to move.
+        train: the training layout.
+        rollout: the layout of the engines.
+        ranks_per_node: the number of consecutive ranks that share a node; 0 for a single node.
+        back: whether to count the bytes of the way from the rollout to the training layout.
     """
 
     def measured(name: str, dims: tuple[tuple[str, int], ...]) -> Better:
@@ -70,10 +75,13 @@ def alternatives(
 
 
 def shard_dims(model: Model, train: MeshLayout, rollout: MeshLayout) -> tuple[tuple[str, int], ...]:
-    """Return, for each parameter class, the dimension whose shards leave the least to receive and send on the worst
-    rank; dimension 0 is left out.
+    """Choose for each parameter the dimension along which FSDP should shard it, so that the worst rank receives and
+    sends least.
 
-    FSDP2 shards dimensions other than the first only where `fsdp` divides them.
+    FSDP2 shards dimensions other than the first only if `fsdp` divides them.
+
+    Returns:
+        Pairs of a parameter's name and its dimension; parameters that stay on dimension 0 are left out.
     """
 
     def worst(parameter: Parameter, dim: int) -> int:
@@ -89,11 +97,12 @@ def shard_dims(model: Model, train: MeshLayout, rollout: MeshLayout) -> tuple[tu
 
 
 def advice_for_run(config: Any, train: Sharding, rollout: Sharding, itemsize: int) -> str:
-    """Return sentences for a user on what other layouts would save, on the rank that receives the most.
+    """Return sentences for the user on how many bytes other layouts would save, on the rank that receives the most.
 
     Args:
-        config: the config of the transformers model.
-        train, rollout: the sharding of one large parameter.
+        config: the transformers config of the model.
+        train, rollout: the sharding of the model's largest parameter in the trainer and in the engines, which stands
+            for the rest.
         itemsize: bytes per element on the wire.
     """
     try:
@@ -115,12 +124,18 @@ def advice_for_run(config: Any, train: Sharding, rollout: Sharding, itemsize: in
 
 
 def _sharding(better: Better) -> str:
+    """Return the beginning of the sentence that advises to shard other dimensions, with the names of the modules."""
     names = ", ".join(sorted({name.split(".")[-2] for name, _ in better.shard_dims}))
     return f"Sharding {names} along the dimension that the engine slices (`fully_shard`'s `shard_placement_fn`)"
 
 
 def _wider(model: Model, train: MeshLayout, tp: int) -> Iterator[tuple[int, int]]:
-    """Yield engines with more tensor parallelism: the bytes that the worst rank would receive, and the size."""
+    """Yield engines with more tensor parallelism than now: the bytes that the worst rank would receive, and the TP
+    size.
+
+    Args:
+        tp: the TP size now.
+    """
     for wider in range(2 * tp, train.world + 1, tp):
         if train.world % wider == 0:
             with suppress(ConfigError):  # a size that does not divide the model
@@ -128,8 +143,8 @@ def _wider(model: Model, train: MeshLayout, tp: int) -> Iterator[tuple[int, int]
 
 
 def _worst(model: Model, source: MeshLayout, target: MeshLayout, ranks_per_node: int = 0) -> tuple[int, int]:
-    """Return the bytes of the rank that receives the most, and of the rank that sends the most; of a sample where there
-    are many ranks."""
+    """Return the bytes of the rank that receives the most, and the bytes of the rank that sends the most. If there are
+    many ranks, a sample of `SAMPLE` ranks is planned."""
     world = source.world
     ranks: Sequence[int] = range(world)
     if world > SAMPLE:
@@ -139,10 +154,11 @@ def _worst(model: Model, source: MeshLayout, target: MeshLayout, ranks_per_node:
 
 
 def _engines(tp: int, world: int) -> MeshLayout:
+    """Return the layout of engines of this TP size on all ranks."""
     return MeshLayout(tp=tp).over(world).served()
 
 
 def _pieces(sharding: Sharding) -> int:
-    """Return the number of different pieces."""
+    """Return the number of different pieces into which a parameter is cut."""
     found = sharding.pieces()
     return len(np.unique(found[found >= 0]))

@@ -1,6 +1,6 @@
-"""Parameter classes of a model, from its transformers config alone: no weights, no GPU, no torch.
+"""The parameters of a model, worked out from its transformers config alone: no weights, no GPU, no torch.
 
-The file also has the shapes of some models by a short name, as the fields of their config.
+The file also has the configs of some well-known model sizes, by a short name.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from trlx_hybrid.errors import ConfigError, did_you_mean
 from ..layouts import Model, Parameter, Stage
 
 LAYER = "model.layers.{}."
+"""The name of a layer's module, before the names of its parameters; `{}` stands for the layer's number."""
 
 
 def describe(config: Any, *, name: str = "", itemsize: int = 2) -> Model:
-    """Return the model that transformers 5 builds from a config, with its parameters as they lie in memory.
+    """Return the parameters of the model that transformers 5 builds from a config, as they lie in memory.
 
     Args:
         config: a transformers config, or the content of a config.json with all its fields.
+        name: the model's name for output; by default its `model_type`.
         itemsize: bytes per element on the wire.
 
     Raises:
-        ConfigError: the architecture is not described here, or a field is missing.
+        ConfigError: the architecture is not known here, or a field is missing.
     """
     fields = config
     if not isinstance(config, Mapping):
@@ -43,6 +45,12 @@ def describe(config: Any, *, name: str = "", itemsize: int = 2) -> Model:
 
 
 def _causal_lm(c: Mapping[str, Any], **traits: bool) -> tuple[Parameter, ...]:
+    """Return the parameters of a causal language model: embedding, layers, norm and output head.
+
+    Args:
+        c: the fields of the config.
+        traits: what the config does not say, see `ARCHITECTURES`.
+    """
     tied = bool(c.get("tie_word_embeddings"))
     embedding = Parameter(
         name="model.embed_tokens.weight",
@@ -58,8 +66,8 @@ def _causal_lm(c: Mapping[str, Any], **traits: bool) -> tuple[Parameter, ...]:
 
 
 def _linear(weight: Parameter, bias: bool) -> list[Parameter]:
-    """Return a weight, and its bias if it has one. Tensor parallelism slices the bias as it slices the weight's rows,
-    or not at all."""
+    """Return a linear layer's weight and, if it has one, its bias. Tensor parallelism slices the bias as it slices the
+    weight's rows, or not at all."""
     if not bias:
         return [weight]
     name, shape = weight.name.removesuffix("weight") + "bias", weight.shape[:1]
@@ -69,6 +77,14 @@ def _linear(weight: Parameter, bias: bool) -> list[Parameter]:
 
 
 def _attention(c: Mapping[str, Any], *, qkv_bias: bool, o_bias: bool, head_norms: bool) -> list[Parameter]:
+    """Return the parameters of the attention of all layers.
+
+    Args:
+        c: the fields of the config.
+        qkv_bias: whether q_proj, k_proj and v_proj have a bias.
+        o_bias: whether o_proj has a bias.
+        head_norms: whether queries and keys are normalised per head (q_norm and k_norm).
+    """
     hidden, heads = c["hidden_size"], c["num_attention_heads"]
     kv_heads = c.get("num_key_value_heads") or heads
     size = c.get("head_dim") or hidden // heads
@@ -99,12 +115,14 @@ def _attention(c: Mapping[str, Any], *, qkv_bias: bool, o_bias: bool, head_norms
 
 
 def _norms(c: Mapping[str, Any]) -> list[Parameter]:
+    """Return the two norms of all layers."""
     layers = range(c["num_hidden_layers"])
     names = ("input_layernorm", "post_attention_layernorm")
     return [Parameter(name=f"{LAYER}{n}.weight", shape=(c["hidden_size"],), layers=layers) for n in names]
 
 
 def _mlp(c: Mapping[str, Any], layers: Sequence[int], *, bias: bool) -> list[Parameter]:
+    """Return the parameters of the dense MLPs, for the layers with these numbers."""
     hidden, inner = c["hidden_size"], c["intermediate_size"]
     gate = Parameter(
         name=f"{LAYER}mlp.gate_proj.weight",
@@ -122,6 +140,8 @@ def _mlp(c: Mapping[str, Any], layers: Sequence[int], *, bias: bool) -> list[Par
 
 
 def _experts(c: Mapping[str, Any], layers: Sequence[int]) -> list[Parameter]:
+    """Return the parameters of the mixture of experts, for the layers with these numbers: the router and the fused
+    experts."""
     hidden, inner, experts = c["hidden_size"], c["moe_intermediate_size"], c["num_experts"]
     of = {"layers": layers, "depth": c["num_hidden_layers"]}
     expert = of | {"expert_dim": 0, "unit": "intermediate rows of each expert"}
@@ -137,6 +157,13 @@ def _experts(c: Mapping[str, Any], layers: Sequence[int]) -> list[Parameter]:
 def _layers(
     c: Mapping[str, Any], *, qkv_bias: bool = False, head_norms: bool = False, experts: bool = False
 ) -> list[Parameter]:
+    """Return the parameters of all layers.
+
+    Args:
+        c: the fields of the config.
+        qkv_bias, head_norms: as in `_attention`.
+        experts: whether the architecture has mixture-of-experts layers.
+    """
     numbers, bias = range(c["num_hidden_layers"]), bool(c.get("attention_bias"))
     dense_only, step = c.get("mlp_only_layers") or [], c.get("decoder_sparse_step", 1)
     sparse = tuple(i for i in numbers if experts and i not in dense_only and (i + 1) % step == 0)
@@ -153,13 +180,15 @@ ARCHITECTURES: Mapping[str, Mapping[str, bool]] = {
     "gemma": {},
     "qwen3_moe": {"head_norms": True, "experts": True},
 }
-"""Traits of layers that the config does not say, by transformers' `model_type`. Gemma is built like Llama, with a head
-size of its own and tied embeddings."""
+"""The known values of transformers' `model_type`, with the traits of their layers that the config does not say. Gemma
+is built like Llama, with a head size of its own and tied embeddings."""
 
 
 def _shape(
     kind: str, hidden: int, inner: int, layers: int, heads: int, kv: int, vocab: int, **more: Any
 ) -> dict[str, Any]:
+    """Return the fields of a config. `inner` is the intermediate size, `kv` the number of key-value heads; `more` adds
+    further fields."""
     return {
         "model_type": kind,
         "hidden_size": hidden,
@@ -185,5 +214,5 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "qwen3_moe", 7168, 18432, 61, 64, 8, 163840, head_dim=128, num_experts=384, moe_intermediate_size=2048
     ),
 }
-"""The built-in sizes: Qwen2.5 0.5B, 1.5B and 7B; Qwen3 0.6B and 30B-A3B; Llama 8B and 70B; Qwen3-MoE of a trillion
-parameters, in Kimi K2's sizes."""
+"""The configs of the built-in model sizes: Qwen2.5 0.5B, 1.5B and 7B; Qwen3 0.6B and 30B-A3B; Llama 8B and 70B; a
+Qwen3-MoE of a trillion parameters, in Kimi K2's sizes."""

@@ -1,5 +1,5 @@
-"""The command `trlx-hybrid reshard-plan`, which forecasts the cost of a reshard from a config alone, before any GPU is
-requested."""
+"""The command `trlx-hybrid reshard-plan`, which estimates the cost of a weight sync between two layouts from a model's
+config alone, before any GPU is requested."""
 
 from __future__ import annotations
 
@@ -21,22 +21,25 @@ from .architectures import SHAPES, describe
 from .forecast import NETWORK, NVLINK, Forecast, forecast
 
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
+"""Bytes per element of each dtype that `--dtype` accepts."""
 GPUS_PER_NODE = 8
 TRAIN_KEYS = ("dp", "fsdp", "tp", "pp")
 ROLLOUT_KEYS = ("dp", "tp", "pp", "ep")
 EPILOG = "example: trlx-hybrid reshard-plan --model 7b --train fsdp=4 --rollout tp=2"
 SHADES = " .:-=+*#%@"
+"""The characters of the picture of traffic, from nothing to the most."""
 WIDEST = 16
-"""The most ranks that are listed one by one, and the most blocks of ranks in the picture."""
+"""The largest number of ranks that are listed one by one. With more ranks, a row of the picture stands for several."""
 COLUMNS = ("receives", "minimum", "sends", "minimum sent", "already local", "zero padding", "from other nodes")
+"""The headings of the table."""
 FIELDS = ("receives", "floor", "sends", "send_floor", "local_copy", "zero", "inter_receives")
-"""The fields of a rank that the columns show, without the suffix `_bytes`."""
+"""The fields of a rank that the table's columns show, without the suffix `_bytes`."""
 WIDTHS = [max(11, len(name)) for name in COLUMNS]
 
 
 def add_command(commands: Any) -> None:
-    """Add `reshard-plan` to the sub-parsers of a command line. Its `run` takes the options and returns the exit
-    status."""
+    """Add `reshard-plan` to the sub-parsers of a command line. The parsed options have `run`, a function that takes
+    them and returns the exit status."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "reshard-plan",
         help="estimate the cost of a weight sync between layouts",
@@ -77,7 +80,13 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: Any) -> int:
-    """Print the forecast.
+    """Print the estimate, as text or as JSON.
+
+    Args:
+        options: the parsed options of the command.
+
+    Returns:
+        The exit status, 0.
 
     Raises:
         ConfigError: the model, a layout or the nodes are invalid; names the option and the way out.
@@ -106,7 +115,11 @@ def run(options: Any) -> int:
 
 
 def load(given: str, itemsize: int = 2) -> Model:
-    """Return the model of a config.json, of a folder with one, or of a built-in size.
+    """Return the parameters of the model that `--model` names: a config.json, a folder with one, or a built-in size.
+
+    Args:
+        given: the value of `--model`.
+        itemsize: bytes per element on the wire.
 
     Raises:
         ConfigError: there is no such file or size, or it describes no known model.
@@ -138,7 +151,12 @@ def load(given: str, itemsize: int = 2) -> Model:
 
 
 def parsed(text: str, flag: str, keys: tuple[str, ...]) -> dict[str, Any]:
-    """Return the sizes of a layout from `key=size,…`.
+    """Parse a layout such as `fsdp=4,tp=2` into its sizes.
+
+    Args:
+        text: the layout.
+        flag: the option that it was given for, for messages.
+        keys: the sizes that the option accepts.
 
     Raises:
         ConfigError: a part is wrong; names it and the flag.
@@ -159,6 +177,15 @@ def parsed(text: str, flag: str, keys: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _ranks_per_node(world: int, hosts: int | None) -> int:
+    """Return the number of ranks on each node.
+
+    Args:
+        world: the number of ranks.
+        hosts: the value of `--nodes`; None assumes `GPUS_PER_NODE` ranks on each node.
+
+    Raises:
+        ConfigError: `hosts` does not divide the ranks.
+    """
     if hosts is None:
         return min(world, GPUS_PER_NODE)
     if hosts < 1 or world % hosts:
@@ -169,6 +196,7 @@ def _ranks_per_node(world: int, hosts: int | None) -> int:
 def _as_dict(
     model: Model, source: MeshLayout, target: MeshLayout, found: Forecast, better: Sequence[Better]
 ) -> dict[str, Any]:
+    """Return the content of the report as a dictionary, for `--json`."""
     return {
         "model": model.name,
         "model_bytes": model.bytes,
@@ -188,7 +216,7 @@ def _as_dict(
 
 
 def gigabytes(count: int) -> str:
-    """Format bytes in GB of 10⁹ bytes, small amounts in MB and kB."""
+    """Format a number of bytes in GB of 10⁹ bytes, small amounts in MB and kB."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size / 10:
             return f"{count / size:.2f} {unit}"
@@ -198,7 +226,14 @@ def gigabytes(count: int) -> str:
 def report(
     model: Model, source: MeshLayout, target: MeshLayout, found: Forecast, better: Sequence[Better], network: float
 ) -> str:
-    """Return the whole report; `network` is in GB/s per rank."""
+    """Return the whole report as text.
+
+    Args:
+        source, target: the layouts before and after.
+        found: the estimate.
+        better: the layouts that `alternatives` returned.
+        network: the bandwidth between nodes in GB/s per rank.
+    """
     head = (
         f"{model.name}: {gigabytes(model.bytes)} at {model.itemsize} bytes per element, {source} → {target}, "
         f"{_count(len(found.ranks), 'rank')} on {_count(found.nodes, 'node')}"
@@ -227,6 +262,7 @@ def report(
 
 
 def _table(found: Forecast) -> Iterator[str]:
+    """Yield the lines of the table of bytes per rank."""
     yield "rank        " + "  ".join(map(str.rjust, COLUMNS, WIDTHS))
     for rank in found.ranks[:WIDEST]:
         yield _row(str(rank["rank"]), [rank[f"{field}_bytes"] for field in FIELDS])
@@ -236,11 +272,17 @@ def _table(found: Forecast) -> Iterator[str]:
 
 
 def _row(name: str, cells: Sequence[int]) -> str:
+    """Return one line of the table: a name and numbers of bytes."""
     return f"{name:<10}  " + "  ".join(map(str.rjust, map(gigabytes, cells), WIDTHS))
 
 
 def _picture(traffic: Ints) -> Iterator[str]:
-    """Yield a picture with one character per pair of ranks; above `WIDEST` ranks, per pair of blocks of ranks."""
+    """Yield the lines of a picture that shows how much each rank receives from each other, one character per pair of
+    ranks. Above `WIDEST` ranks, a character stands for a pair of blocks of ranks.
+
+    Args:
+        traffic: the bytes that the row's rank receives from the column's rank, int64 of shape (ranks, ranks).
+    """
     block = -(-len(traffic) // WIDEST)
     edges = np.arange(0, len(traffic), block)
     blocks = np.add.reduceat(np.add.reduceat(traffic, edges, axis=0), edges, axis=1)
@@ -257,6 +299,7 @@ def _picture(traffic: Ints) -> Iterator[str]:
 
 
 def _advice(better: Sequence[Better]) -> Iterator[str]:
+    """Yield the lines that suggest another training layout."""
     now = better[0]
     if len(better) == 1:
         yield "suggestion  none: no other choice of shard dimensions transfers less"

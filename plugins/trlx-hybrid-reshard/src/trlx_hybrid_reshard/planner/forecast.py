@@ -1,4 +1,5 @@
-"""The forecast of a reshard on every rank: bytes, lower bounds, links, extra memory and a time."""
+"""The forecast of a weight sync between two layouts: for every rank the bytes, the least possible, the extra memory and
+a time."""
 
 from __future__ import annotations
 
@@ -25,14 +26,14 @@ class Forecast:
     """The forecast of a reshard between two layouts.
 
     Attributes:
-        ranks: for each rank its number (`rank`), its bytes (`RankPlan.totals`), the part of them that crosses nodes
-            (`inter_receives_bytes`, `inter_sends_bytes`), and the time of its busiest link (`seconds`).
+        ranks: for each rank a dictionary: its number (`rank`), its bytes (`RankPlan.totals`), how many of them cross
+            nodes (`inter_receives_bytes`, `inter_sends_bytes`), and the time of its busiest link (`seconds`).
         busiest: the number of the rank that receives the most.
-        kinds: the totals of the busiest rank for each `kind` of parameter.
-        traffic: (world, world), bytes that the rank of the row receives from the rank of the column.
+        kinds: the bytes of the busiest rank, for each kind of parameter (`Parameter.kind`).
+        traffic: the bytes that the row's rank receives from the column's rank, int64 of shape (ranks, ranks).
         nodes: the number of nodes.
-        peak_bytes: the extra memory of the worst rank, with double-buffered buckets.
-        plan_seconds: the time that the slowest rank's plan took.
+        peak_bytes: the extra memory of the worst rank in bytes, with two buffers.
+        plan_seconds: the time that it took to plan the slowest rank.
     """
 
     ranks: Sequence[Mapping[str, Any]]
@@ -45,7 +46,7 @@ class Forecast:
 
     @property
     def seconds(self) -> float:
-        """The time of the busiest link of all ranks, without latencies and packing."""
+        """The time of the busiest link of all ranks in seconds, without latencies and packing."""
         return float(max(rank["seconds"] for rank in self.ranks))
 
     @property
@@ -65,6 +66,10 @@ def forecast(
     """Plan every rank and add up the results.
 
     Args:
+        model: the parameters to move.
+        source: the layout before.
+        target: the layout after.
+        ranks_per_node: the number of consecutive ranks that share a node; 0 for a single node.
         network: the bytes per second that a rank receives, and sends, between nodes.
 
     Raises:

@@ -3,6 +3,7 @@
 import html
 import inspect
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -11,8 +12,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from trlx_hybrid.commands.new import KINDS
 from trlx_hybrid.contract import protocols, types
 from trlx_hybrid.plugins import hookspecs
+from trlx_hybrid.plugins.registry import SLOTS
+from trlx_hybrid.testing import conformance
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -221,6 +225,41 @@ def test_settings_that_stand_beside_those_of_other_frameworks_exist() -> None:
     elsewhere |= {"fsdp_version", "resume_from_checkpoint", "dr_grpo", "reset"}
     assert len(named) > 40
     assert named - known - elsewhere == set()
+
+
+ADDED = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in (DOCS / "where-to-add.md").read_text().partition("\n\nChecks are")[0].splitlines()
+    if line.startswith("| ") and not line.startswith("| to add")
+]
+
+
+@pytest.mark.parametrize("row", ADDED, ids=lambda row: re.sub(r"\W+", "-", row[0])[:40])
+def test_what_a_newcomer_is_sent_to_exists(row: list[str]) -> None:
+    _, first, protocol, check, example, kind = row
+    for file in re.findall(r"`([\w./-]+/[\w./-]+)`", f"{first} {example}"):
+        assert (ROOT / file).is_file()
+    named = re.search(r"#([\w.]+)\)", protocol)
+    if named is not None:
+        assert inspect.isclass(pkgutil.resolve_name(named[1]))
+        assert named[1].endswith(f".{re.findall('`(.*?)`', protocol)[0]}")
+    else:
+        (name,) = re.findall(r"`(\w+)`", protocol)
+        assert name in HOOKS or name in inspect.signature(pkgutil.resolve_name("trl:GRPOTrainer")).parameters
+    for name in re.findall(r"`(check_\w+)`", check):
+        assert name in conformance.__all__
+        assert callable(getattr(conformance, name))
+    assert kind == "none" or kind.strip("`") in KINDS
+    assert kind == "none" or f"`check_{kind.strip('`')}`" in check or kind == "`hook`"
+
+
+def test_a_newcomer_finds_each_kind_check_and_slot() -> None:
+    kinds, checks = {row[5].strip("`") for row in ADDED}, " ".join(row[3] for row in ADDED)
+    assert kinds - {"none"} == set(KINDS)
+    assert {name for name in conformance.__all__ if name.startswith("check_")} == set(re.findall(r"check_\w+", checks))
+    assert len(ADDED) >= len(SLOTS)
+    for page in ("README.md", "CONTRIBUTING.md", "docs/index.md", "docs/plugins.md", "docs/architecture.md"):
+        assert "where-to-add.md" in (ROOT / page).read_text()
 
 
 CHECK = re.compile(r"^\| (?!failure|---).*\|$", re.MULTILINE)

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import trlx_hybrid
 from datasets import Dataset
+from transformers import GenerationConfig
+from trl.chat_template_utils import add_response_schema
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
@@ -326,6 +328,17 @@ def test_plugin_readmes(execute) -> None:
     config = tiny_model(num_attention_heads=4, num_key_value_heads=4).config
     planned = execute("plugins/trlx-hybrid-reshard/README.md", config=config)["made"]
     assert planned.receives.sum() == planned.floor_bytes
+
+
+def test_chat_templates(execute, tmp_path, tiny_tokenizer) -> None:
+    """Of the trainer's tokenizer, and the check of one that is loaded, which reads its calls."""
+    (tmp_path / "after.jinja").write_text((ROOT / "docs" / "chat-templates.md").read_text().split("```jinja")[2])
+    found = execute("docs/chat-templates.md", tokenizer=tiny_tokenizer)
+    assert "<think>" in found["trainers"][0].processing_class.chat_template
+    ours = add_response_schema(chat_tokenizer([], "llama3_1"))
+    ours.save_pretrained(tmp_path / "path" / "to" / "model")
+    GenerationConfig(eos_token_id=ours.eos_token_id).save_pretrained(tmp_path / "path" / "to" / "model")
+    found["test_conversations_go_on_token_for_token"]()
 
 
 # --- Ray ------------------------------------------------------------------------------------------------------------

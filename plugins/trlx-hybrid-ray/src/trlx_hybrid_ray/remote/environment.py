@@ -1,4 +1,4 @@
-"""Environments in Ray actors, several in each: the function `remote_environment`."""
+"""TRL environments that run in Ray actors, several in each: the function `remote_environment`."""
 
 from __future__ import annotations
 
@@ -39,21 +39,26 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 REMEDY = "Let its constructor make what cannot be sent: constructors run in the workers."
+"""The advice for a user whose environment cannot be pickled."""
 OPTIONAL = ("get_reward", "close")
-"""Methods that return None for a lost environment, which cannot be scored and need not be closed."""
+"""The methods that return None, instead of raising, for an environment that is lost: it cannot be scored and need not
+be closed."""
 SPARE = 4  # threads of a worker beside one per environment, for making and dropping environments
+"""The number of threads of a worker beside one per environment, for making and deleting environments."""
 STUCK = 2  # so many hanging calls per worker take none of its places
+"""The number of hanging calls in a worker that do not take the place of an environment."""
 ORDER_SECONDS = 10.0  # seconds to wait for an earlier call to arrive
+"""The seconds that a call waits for an earlier call of the same environment to arrive."""
 
 
 class EnvironmentLostError(asyncio.CancelledError):
-    """The error of an environment that will not answer any more: its worker died, or a call of it never returned. Says
-    which, and why.
+    """The error for an environment that will not answer any more, because its worker died or a call of it never
+    returned. The message says which, and why.
 
     It is no `Exception`. Otherwise a tool loop would show it to the model as the tool's error, and continue the episode
     with an environment that is gone. The rollout `multi_turn` ends the trajectory, masked and counted. TRL's own loop
-    cannot leave a trajectory out: there the error ends the run. It is a cancellation because an event loop survives a
-    cancellation, unlike other exceptions outside of `Exception`.
+    cannot leave a trajectory out, so there the error ends the run. It is a cancellation because an event loop survives
+    a cancellation, unlike other exceptions outside of `Exception`.
     """
 
 
@@ -77,8 +82,7 @@ def remote_environment(
     The factory's environments have the class's name and methods, with their signatures and docstrings: TRL finds the
     same tools and the same `get_reward`, and multi-turn's `episodes(remote_environment(Game))` the same `reset` and
     `step`. Synchronous methods stay synchronous and coroutine functions stay coroutine functions. Reward functions can
-    read attributes; each read is a call. Results of methods come back as plain data, see
-    `trlx_hybrid.interprocess.plain_data`.
+    read attributes; each read is a call. Results of methods are plain data, see `trlx_hybrid.interprocess.plain_data`.
 
     Args:
         environment: a class, or `functools.partial` of a class with its constructor's arguments.
@@ -126,14 +130,13 @@ def remote_environment(
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentHandle:
-    """The address of an environment: its actor, and its number there. Other processes that get a handle may call the
-    environment, too.
+    """A picklable reference to an environment in an actor. Other processes that get it may call the environment, too.
 
     Attributes:
         name: the name of the environment's class.
         actor: Ray's handle of the environment's actor.
         key: the environment's number in the actor.
-        where: the actor's description, for messages.
+        where: a description of the actor, for messages.
         deadline: seconds that a call may take.
     """
 
@@ -144,9 +147,11 @@ class EnvironmentHandle:
     deadline: float
 
     async def reply(self, method: str, reference: Any, *, blocking: bool) -> bytes:
-        """Return the worker's reply to a call.
+        """Wait for the worker's reply to a call, and return it.
 
         Args:
+            method: the name of the called method, for messages.
+            reference: Ray's reference to the reply.
             blocking: whether to wait in this thread rather than on an event loop.
 
         Raises:
@@ -171,11 +176,11 @@ class EnvironmentHandle:
         return reply
 
     def result(self, method: str, reply: bytes) -> Any:
-        """Return the method's result from a reply, or raise the method's exception.
+        """Decode a worker's reply: return the method's result, or raise the exception that the method raised.
 
         Raises:
             EnvironmentLostError: the method returned a value that cannot be sent.
-            whatever the method raised.
+            BaseException: whatever the method raised.
         """
         try:
             return result_of(reply, "the environment's process")
@@ -193,8 +198,9 @@ class RemoteEnvironments:
     called or a `with` block is left.
 
     Args:
-        kind: the proxy class of the environments.
-        per_worker: the number of environments that each worker has places for.
+        actors: the pool of actors.
+        kind: the class of the environments that a call returns, see `proxy_class`.
+        per_worker: the largest number of environments in each worker.
         deadline: seconds that a call may take.
     """
 
@@ -208,14 +214,14 @@ class RemoteEnvironments:
         self._freed: deque[int] = deque()
 
     def __call__(self) -> RemoteEnvironment:
-        """Make an environment, in the worker with the fewest. Dead workers are replaced first; one that turns out to be
-        dead during the call is replaced, too.
+        """Make an environment, in the worker with the fewest. Dead workers are replaced first; a worker that turns out
+        to be dead during the call is replaced, too.
 
         Raises:
-            ConfigError: all places are taken, or the workers were ended.
+            ConfigError: all workers are full, or were ended.
             EnvironmentLostError: the worker died in the constructor, and so did the next worker.
             WorkerError: the replacement of a dead worker did not start.
-            whatever the environment's constructor raises.
+            BaseException: whatever the environment's constructor raises.
         """
         return self._kind(self)
 
@@ -233,20 +239,23 @@ class RemoteEnvironments:
     # --- for the environments ---------------------------------------------------------------------------------------
 
     def make(self) -> EnvironmentHandle:
-        """Make an environment and return its handle, as `__call__` describes."""
+        """Make an environment in a worker, as `__call__` describes, and return its handle."""
         try:
             return self._made()
         except EnvironmentLostError:
             return self._made()
 
     def lose(self, key: int, call: Any, *, died: bool) -> None:
-        """Record a worker's death or a call that hangs. A dead worker is replaced when the next environment is made.
+        """Record that an environment is lost: its worker died, or a call of it hangs. A dead worker is replaced when
+        the next environment is made.
 
-        A call that hangs may still run, and its thread cannot be ended. A worker with a single environment is killed.
-        Among other environments the call is counted as stuck, until it returns.
+        A call that hangs may still run, and its thread cannot be ended. If its worker has no other environments, the
+        worker is killed. Otherwise the call keeps its place in the worker until it returns.
 
         Args:
-            call: the reference to the call's answer.
+            key: the environment's number.
+            call: Ray's reference to the call's answer.
+            died: whether the worker died.
         """
         worker = self._places.get(key)
         if worker is None:
@@ -260,11 +269,12 @@ class RemoteEnvironments:
             call.future().add_done_callback(lambda _: self.free(self._stuck.pop(call)))
 
     def free(self, key: int) -> None:
-        """Record that an environment is no longer used. The garbage collector may call this, so it only adds the key to
-        a queue."""
+        """Record that an environment is no longer used. The garbage collector may call this, so it only adds the
+        environment's number to a queue."""
         self._freed.append(key)
 
     def _made(self) -> EnvironmentHandle:
+        """Make an environment once, without trying another worker if the first one dies."""
         with self._lock:
             if not self._actors.workers:
                 raise ConfigError(f"The remote environments {self.__name__!r} were closed. Make new ones.")
@@ -293,7 +303,7 @@ class RemoteEnvironments:
         return handle
 
     def _taken(self) -> dict[Worker, int]:
-        """Drop the environments that were freed, and return the number of occupied places, by worker."""
+        """Delete the environments that were freed, and return how many environments each worker has."""
         stuck = set(self._stuck.values())
         gone: defaultdict[Worker, list[int]] = defaultdict(list)
         while self._freed:
@@ -308,6 +318,7 @@ class RemoteEnvironments:
         return {worker: held[worker] - min(hanging[worker], STUCK) for worker in self._actors.workers.values()}
 
     def _full(self) -> str:
+        """Return the error message for a new environment when all workers are full."""
         workers, stuck = list(self._actors.workers.values()), set(self._stuck.values())
         held = [key for key, worker in self._places.items() if worker in workers]
         hanging = sum(key in stuck for key in held)
@@ -320,7 +331,11 @@ class RemoteEnvironments:
 
 class RemoteEnvironment:
     """The base class of proxies for environments: methods are called in the worker. Other attributes are read there,
-    and cannot be set here."""
+    and cannot be set here.
+
+    Args:
+        factory: the factory that owns the workers.
+    """
 
     __slots__ = ("__weakref__", "_factory", "_finalizer", "_handle", "_lost", "_turn")
 
@@ -334,19 +349,23 @@ class RemoteEnvironment:
         self._make(factory)
 
     def _make(self, factory: RemoteEnvironments) -> None:
+        """Make an environment in a worker for this proxy, which is deleted there when the proxy is no longer used
+        here."""
         self._handle, self._lost, self._turn = factory.make(), None, 0
         self._finalizer = weakref.finalize(self, factory.free, self._handle.key)
         self._finalizer.atexit = False
 
     def _renew(self, factory: RemoteEnvironments) -> None:
-        """Make another environment in place of a lost one."""
+        """Make another environment for this proxy, in place of a lost one."""
         self._finalizer()
         self._make(factory)
 
     def _call(self, method: str, args: Any, kwargs: Any) -> Any:
+        """Call a method of the environment and wait for its result in this thread."""
         return self._result(method, _now(self._reply("call", method, args, kwargs, blocking=True)))
 
     async def _call_later(self, method: str, args: Any, kwargs: Any) -> Any:
+        """Call a method of the environment and wait for its result on the event loop."""
         return self._result(method, await self._reply("call", method, args, kwargs, blocking=False))
 
     def __getattr__(self, name: str) -> Any:
@@ -355,13 +374,15 @@ class RemoteEnvironment:
         return self._result(name, _now(self._reply("read", name, blocking=True)))
 
     async def _reply(self, verb: str, method: str, *details: Any, blocking: bool) -> bytes | None:
-        """Return the worker's reply; None where the environment is lost and no answer is needed.
+        """Return the worker's reply to a call; None if the environment is lost and no answer is needed.
 
-        `reset` makes a new environment where the old one is lost, or dies in `reset`. The episode has not begun, so
+        `reset` makes a new environment if the old one is lost, or dies in `reset`. The episode has not begun, so
         nothing is lost with the old environment.
 
         Args:
             verb: "call" a method, or "read" an attribute.
+            method: the name of the method or attribute.
+            details: the arguments of the method, as a sequence and a mapping.
             blocking: whether to wait in this thread rather than on an event loop.
 
         Raises:
@@ -398,8 +419,8 @@ class RemoteEnvironment:
                 again = False
 
     def _result(self, method: str, reply: bytes | None) -> Any:
-        """Return a method's result from a reply. A separate function, because a coroutine cannot raise the
-        StopIteration of a method."""
+        """Decode a reply; None stays None. It is a separate function because a coroutine cannot raise the StopIteration
+        of a method."""
         return None if reply is None else self._handle.result(method, reply)
 
     def __reduce__(self) -> Any:
@@ -410,14 +431,15 @@ class RemoteEnvironment:
 
 
 def _visiting(kind: type[RemoteEnvironment], handle: EnvironmentHandle, lost: str | None) -> RemoteEnvironment:
-    """Return a proxy of the same environment for another process, a reward function's worker."""
+    """Return a proxy of an existing environment in another process, such as a reward function's worker, when it is
+    unpickled there. It cannot renew the environment."""
     found = object.__new__(kind)
     found._factory, found._handle, found._lost, found._turn = None, handle, lost, None
     return found
 
 
 def _now(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a coroutine that never waits for an event loop, because its waits block."""
+    """Run a coroutine that never waits for an event loop, because it blocks instead, and return its result."""
     try:
         coroutine.send(None)
     except StopIteration as stop:
@@ -428,7 +450,8 @@ def _now(coroutine: Coroutine[Any, Any, T]) -> T:
 
 @functools.cache  # TRL tells environments apart by their class, so one class has one proxy
 def proxy_class(environment: type[Any]) -> type[RemoteEnvironment]:
-    """Return the proxy class of an environment class, with its name, methods, docstrings and signatures, for TRL."""
+    """Return the proxy class of an environment class. It has the same name, methods, docstrings and signatures, from
+    which TRL makes tools."""
     methods = {
         name: _method(environment, name, function)
         for name, function in inspect.getmembers(environment, predicate=inspect.isfunction)
@@ -439,6 +462,8 @@ def proxy_class(environment: type[Any]) -> type[RemoteEnvironment]:
 
 
 def _method(environment: type, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a proxy's method, which calls the environment's method of that name in the worker. It is a coroutine
+    function if the environment's method is one."""
     method: Any
     if inspect.iscoroutinefunction(function):
 
@@ -463,10 +488,11 @@ def _method(environment: type, name: str, function: Callable[..., Any]) -> Calla
 
 
 class EnvironmentActor(PoolActor):
-    """An actor that makes environments and calls them, each call in a thread of its own."""
+    """An actor that makes environments and calls their methods, each call in a thread of its own. The methods return
+    replies of `reply_of`."""
 
     def load(self, loaded: Callable[[], Any]) -> None:
-        """Take the function that makes environments."""
+        """Store the function that makes environments, and start the event loop for their coroutines."""
         self._make = loaded
         self._environments: dict[int, Any] = {}
         self._turns: dict[int, int] = {}
@@ -475,7 +501,7 @@ class EnvironmentActor(PoolActor):
         threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
 
     def make(self, key: int) -> bytes:
-        """Make a new environment with this number."""
+        """Make a new environment, to be called by this number."""
         return reply_of(lambda: self._environments.update({key: self._make()}))
 
     def call(
@@ -484,9 +510,12 @@ class EnvironmentActor(PoolActor):
         """Call a method of an environment. All coroutines run on one event loop, on which they may share clients.
 
         Args:
-            turn: the call's number among the calls that must start in order; None for any other call. A trainer's own
-                event loop starts the coroutines of one turn in that order, and an environment's answers can depend on
-                it.
+            key: the environment's number.
+            method: the name of its method.
+            args, kwargs: the method's arguments.
+            turn: the call's number among the calls of this environment that must start in order; None for any other
+                call. A trainer's own event loop would start the coroutines of one turn in that order, and an
+                environment's answers can depend on it.
         """
 
         def called() -> Any:
@@ -500,17 +529,29 @@ class EnvironmentActor(PoolActor):
         return reply_of(called)
 
     def read(self, key: int, attribute: str) -> bytes:
-        """Return an attribute of an environment."""
+        """Return the value of an environment's attribute.
+
+        Args:
+            key: the environment's number.
+            attribute: the name of the attribute.
+        """
         return reply_of(lambda: getattr(self._environments[key], attribute))
 
     def drop(self, keys: Iterable[int]) -> None:
-        """Delete environments."""
+        """Delete the environments of these numbers."""
         for key in keys:
             self._environments.pop(key, None)
             self._turns.pop(key, None)
 
     @contextmanager
     def _in_turn(self, key: int, turn: int) -> Iterator[None]:
+        """Return a context that begins when all earlier calls of the environment have started, or after
+        `ORDER_SECONDS`.
+
+        Args:
+            key: the environment's number.
+            turn: the number of the call.
+        """
         with self._turning:
             self._turning.wait_for(lambda: self._turns.get(key, 0) >= turn, ORDER_SECONDS)
         try:

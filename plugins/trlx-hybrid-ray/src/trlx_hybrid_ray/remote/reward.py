@@ -1,4 +1,4 @@
-"""Reward functions and reward models in Ray actors: the function `remote_reward`."""
+"""Reward functions and reward models that run in Ray actors: the function `remote_reward`."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ REMEDY = (
     "Give a class instead: each worker makes an instance of it, with whatever cannot travel. Or create that inside the "
     "function."
 )
+"""The advice for a user whose reward cannot be pickled."""
 LOGGERS = ("log_extra", "log_metric")
-"""Arguments with which TRL lets a reward function log. They are methods of the trainer, which cannot be sent."""
+"""The names of the arguments with which TRL lets a reward function log. They are methods of the trainer, which cannot
+be sent to an actor."""
 
 
 def remote_reward(
@@ -76,14 +78,15 @@ def remote_reward(
         cpus, gpus: the resources of each worker. With a fraction of a GPU, workers share a GPU.
         deadline: seconds that a batch may take; `math.inf` waits for ever.
         start_deadline: seconds for all workers to start, imports and models included.
-        drop: arguments that are not passed to the function, because they cannot be sent or are large.
-        early: whether to score each group as soon as it is sampled, while other groups are still sampled. One worker
-            scores the part of the group that is on this rank. The function then sees a group at a time, and TRL's
-            `trainer_state` as it was when the rollout began. It needs a trainer of this package, no `rollout_func`, and
-            an engine that serves requests one at a time; with tools or environments also the rollout `multi_turn`.
+        drop: names of arguments that are not passed to the function, because they cannot be sent or are large.
+        early: whether to score each group (the completions of one prompt) as soon as it is sampled, while other groups
+            are still sampled. One worker scores the part of the group that is on this rank. The function then sees a
+            group at a time, and TRL's `trainer_state` as it was when the rollout began. It needs a trainer of this
+            package, no `rollout_func`, and an engine that serves requests one at a time; with tools or environments
+            also the rollout `multi_turn`.
         processing_class: a reward model's tokenizer; by default the model's own.
-        model_kwargs: for a reward model's `from_pretrained`, as `GRPOConfig.model_init_kwargs`.
-        chat_template_kwargs: as in `GRPOConfig`, for a reward model.
+        model_kwargs: arguments of a reward model's `from_pretrained`, as in `GRPOConfig.model_init_kwargs`.
+        chat_template_kwargs: arguments of the chat template of a reward model, as in `GRPOConfig`.
         name: the name in TRL's metrics; by default the name that TRL would give to `reward`.
 
     Raises:
@@ -149,6 +152,12 @@ class RemoteReward:
 
     Every training process that makes a remote reward has workers of its own, and holds their handles; no actor has a
     name. The workers end with the process, or when `close` is called or a `with` block is left.
+
+    Args:
+        name: the reward's name in metrics and messages.
+        pool: the pool of actors.
+        drop: names of arguments that are not passed to the function.
+        deadline: seconds that a batch may take.
     """
 
     def __init__(self, name: str, pool: UserPool, drop: frozenset[str], deadline: float) -> None:
@@ -156,10 +165,13 @@ class RemoteReward:
         self._pool, self._drop, self._deadline = pool, drop, deadline
 
     def __call__(self, **arguments: Any) -> list[float | None]:
-        """Score a batch. Takes the arguments that TRL passes to a reward function, by name.
+        """Score a batch. The arguments are those that TRL passes to a reward function, by name.
 
-        Where a worker dies, another one replaces it and its rows are scored once more. After a second death over the
-        same rows the function is taken for the cause.
+        If a worker dies, another one replaces it and its rows are scored once more. After a second death over the same
+        rows the function is taken for the cause.
+
+        Returns:
+            One reward per row; None if the function returned None for it.
 
         Raises:
             WorkerError: the function raised; names the worker, with its traceback. `__cause__` is the exception.
@@ -187,11 +199,12 @@ class RemoteReward:
         return batch.rewards
 
     def _begun_of(self, batch: Batch) -> dict[Share, Any]:
-        """Return references to the answers of workers that have begun to score rows of this batch; here none."""
+        """Return references to the answers of workers that have begun to score rows of this batch before TRL asked;
+        none in this class."""
         return {}
 
     def _dealt_out(self, batch: Batch) -> dict[Share, Any]:
-        """Send the missing rows to all workers, in blocks. Returns the references to their answers."""
+        """Send the rows that have no score to all workers, in blocks. Returns the references to their answers."""
         self._pool.restore()
         workers = list(self._pool.workers.values())
         blocks = row_ranges(len(batch.missing), len(workers))
@@ -199,8 +212,19 @@ class RemoteReward:
         return self._sent(batch, [Share(worker, part) for worker, part in zip(workers, rows) if part])
 
     def _scored(self, batch: Batch, sent: Mapping[Share, Any]) -> WorkerDiedError | None:
-        """Add the workers' answers to the batch. Returns the first death among the workers; the rows of dead workers
-        stay missing."""
+        """Wait for the workers' answers and add them to the batch.
+
+        Args:
+            batch: the batch that is scored.
+            sent: the references to the answers.
+
+        Returns:
+            The error of the first worker that died, or None. The rows of dead workers still have no score.
+
+        Raises:
+            WorkerError: the function raised.
+            DeadlineError: an answer did not come in time.
+        """
         from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
         died: WorkerDiedError | None = None
@@ -234,7 +258,15 @@ class RemoteReward:
         return died
 
     def _sent(self, batch: Batch, shares: Sequence[Share]) -> dict[Share, Any]:
-        """Send rows to workers for scoring, and return the references to their answers."""
+        """Send rows to workers for scoring, and return the references to their answers.
+
+        Args:
+            batch: the batch with the rows.
+            shares: which worker scores which rows.
+
+        Raises:
+            ConfigError: an argument cannot be sent; names it.
+        """
         from ray import cloudpickle
 
         try:
@@ -256,12 +288,13 @@ class RemoteReward:
             raise
 
     def _shared(self, batch: Batch) -> Any:
-        """Return a reference to the arguments that all rows share."""
+        """Put the arguments that belong to no single row into Ray's object store, and return a reference to them."""
         import ray
 
         return ray.put((batch.others, tuple(batch.loggers)))
 
     def _error(self, kind: type[E], rank: int, node: str, what: str, traceback: str = "") -> E:
+        """Make an error of this kind that begins with the reward function's name."""
         text = f"Reward function {self.__name__!r} {what}"
         return kind(text, rank=rank, method="score", node=node, traceback=traceback)
 
@@ -277,7 +310,8 @@ class RemoteReward:
 
 
 class EarlyRemoteReward(RemoteReward):
-    """The reward function that `remote_reward(early=True)` returns: it scores groups while others are still sampled.
+    """The reward function that `remote_reward(early=True)` returns: it scores a group (the completions of one prompt)
+    while others are still sampled.
 
     Attributes:
         begins_early: True, which makes the trainer call `prepare` before a rollout and `begin` during it.
@@ -291,10 +325,10 @@ class EarlyRemoteReward(RemoteReward):
         self._kept: tuple[dict[str, Any], Any] | None = None  # arguments shared by a rollout, and reference
 
     def prepare(self) -> None:
-        """Start the missing workers, so that none has to start while an engine waits.
+        """Start the missing workers before a rollout, so that none has to start while an engine waits.
 
         Raises:
-            others: see `UserPool.restore`.
+            HybridError: a worker does not start, see `UserPool.restore`.
         """
         self._kept = None
         self._pool.restore()
@@ -323,8 +357,8 @@ class EarlyRemoteReward(RemoteReward):
         self._begun[Share(worker, tuple(rows))] = copied(batch.columns), reference
 
     def _shared(self, batch: Batch) -> Any:
-        """Return a reference to the arguments that all rows share. They are sent once for all groups of a rollout:
-        TRL's state grows with the log, to megabytes."""
+        """Put the arguments that belong to no single row into Ray's object store, and return a reference to them. They
+        are sent once for all groups of a rollout: TRL's state grows with the log, to megabytes."""
         kept = self._kept
         same = kept is not None and kept[0].keys() == batch.others.keys()
         if kept is None or not same or any(value is not kept[0][name] for name, value in batch.others.items()):
@@ -332,9 +366,9 @@ class EarlyRemoteReward(RemoteReward):
         return kept[1]
 
     def _begun_of(self, batch: Batch) -> dict[Share, Any]:
-        """Return the answers that were begun with the same columns as this batch's; those of an interrupted rollout
-        differ. Differing calls are not cancelled: with Ray 2.60, an actor whose queue has lost a call holds back the
-        calls after it, for 30 s."""
+        """Return references to the answers that were begun for rows of this batch with the same arguments; those of an
+        interrupted rollout differ, and are scored again. Calls that differ are not cancelled: with Ray 2.60, an actor
+        whose queue has lost a call holds back the calls after it, for 30 s."""
         begun, self._begun, self._kept = self._begun, {}, None
         found = {share: reference for share, (columns, reference) in begun.items() if batch.has(share.rows, columns)}
         if len(found) < len(begun):
@@ -349,26 +383,31 @@ class EarlyRemoteReward(RemoteReward):
 
 
 class Share(NamedTuple):
-    """A worker, and the rows of a batch that it scores, by their numbers."""
+    """A worker, and the numbers of the rows of a batch that it scores."""
 
     worker: Worker
     rows: tuple[int, ...]
 
 
 Scores = tuple[list[float | None], dict[str, list[Any]], list[tuple[str, float]]]
-"""A worker's answer: a reward for each of its rows, the values for `log_extra` by column, and the values for
-`log_metric`."""
+"""A worker's answer: a reward for each of its rows, the values for TRL's `log_extra` by column, and the names and
+values for TRL's `log_metric`."""
 
 
 class Batch:
-    """The arguments that TRL passes to a reward function, with the scores that have come in from workers.
+    """The arguments that TRL passes to a reward function for one batch, with the scores that workers have returned so
+    far.
+
+    Args:
+        arguments: the arguments, by name.
+        drop: names of arguments to leave out.
 
     Attributes:
-        columns: arguments with an entry for each row.
-        others: arguments without an entry for each row.
-        loggers: the arguments of `LOGGERS` that TRL passed.
-        rewards: the rewards, by row; None where no reward has come in or the function returned None.
-        missing: rows that no worker has scored, in order.
+        columns: the arguments with an entry for each row.
+        others: the arguments without an entry for each row.
+        loggers: TRL's `log_extra` and `log_metric`, if it passed them.
+        rewards: the rewards, by row; None if no reward has come in or the function returned None.
+        missing: the numbers of the rows that no worker has scored, in order.
     """
 
     def __init__(self, arguments: Mapping[str, Any], drop: frozenset[str]) -> None:
@@ -383,11 +422,11 @@ class Batch:
         self._metrics: dict[str, list[tuple[int, float]]] = {}
 
     def columns_of(self, rows: Sequence[int]) -> dict[str, list[Any]]:
-        """Return the columns of some rows."""
+        """Return the columns of the rows of these numbers."""
         return {name: [values[row] for row in rows] for name, values in self.columns.items()}
 
     def has(self, rows: Sequence[int], columns: Mapping[str, list[Any]]) -> bool:
-        """Return whether the rows of this batch have these columns."""
+        """Return whether the rows of these numbers are in the batch and have these columns."""
         try:
             return max(rows) < len(self.rewards) and bool(self.columns_of(rows) == dict(columns))
         except Exception:  # values that cannot be compared, such as arrays, count as different
@@ -400,7 +439,14 @@ class Batch:
         extra: Mapping[str, Sequence[Any]],
         metrics: Sequence[tuple[str, float]],
     ) -> None:
-        """Add a worker's scores of these rows."""
+        """Add a worker's scores to the batch.
+
+        Args:
+            rows: the numbers of the rows that the worker scored.
+            rewards: their rewards.
+            extra: the values that the function logged with `log_extra`, one per row, by column.
+            metrics: the names and values that the function logged with `log_metric`.
+        """
         for row, reward in zip(rows, rewards, strict=True):
             self.rewards[row] = reward
         for column, values in extra.items():
@@ -413,7 +459,8 @@ class Batch:
         self.missing = [row for row in self.missing if row not in scored]
 
     def log(self) -> None:
-        """Log the workers' values: columns in the order of rows, metrics as the mean over rows."""
+        """Pass the values that the function logged in the workers to TRL: columns in the order of rows, metrics as the
+        mean over rows."""
         for column, values in self._extra.items():
             self.loggers["log_extra"](column, values)
         for name, found in self._metrics.items():
@@ -424,14 +471,15 @@ class Batch:
 
 
 class RewardActor(PoolActor):
-    """An actor that scores its share of a batch."""
+    """An actor that scores some of a batch's rows."""
 
     def load(self, loaded: Callable[..., Any], name: str, makes: bool) -> None:
-        """Take the reward function.
+        """Store the reward function.
 
         Args:
+            loaded: the reward function, or something that makes one.
             name: the reward's name, for messages.
-            makes: whether a call of `loaded` returns the function.
+            makes: whether `loaded()` returns the function, as a class does.
         """
         self._name, self._function = name, loaded() if makes else loaded
         self._runner: asyncio.Runner | None = None
@@ -439,18 +487,26 @@ class RewardActor(PoolActor):
     def score(
         self, count: int, columns: dict[str, list[Any]], shared: tuple[Mapping[str, Any], Sequence[str]]
     ) -> bytes:
-        """Return the `Scores` of some rows, as a reply.
+        """Score some rows, and return their `Scores` as a reply of `reply_of`.
 
         Args:
             count: the number of rows.
             columns: the arguments with an entry for each row, by name.
-            shared: the other arguments, and the names of `LOGGERS` that the function expects.
+            shared: the other arguments by name, and which of `LOGGERS` the function gets.
         """
         return reply_of(lambda: self._scored(count, columns, *shared))
 
     def _scored(
         self, count: int, columns: dict[str, list[Any]], others: Mapping[str, Any], loggers: Sequence[str]
     ) -> Scores:
+        """Call the reward function on some rows, with loggers that collect what it logs.
+
+        Args:
+            count: the number of rows.
+            columns: the arguments with an entry for each row, by name.
+            others: the other arguments, by name.
+            loggers: the names of the loggers that the function gets.
+        """
         extra: dict[str, list[Any]] = {}
         metrics: list[tuple[str, float]] = []
 
@@ -473,6 +529,11 @@ class RewardActor(PoolActor):
         return self._checked(answer, count), extra, metrics
 
     def _checked(self, answer: Any, count: int) -> list[float | None]:
+        """Return the function's answer as a list of floats and None, one for each row.
+
+        Raises:
+            RewardError: the answer is something else.
+        """
         try:
             found = [None if value is None else float(value) for value in answer]
         except (TypeError, ValueError) as error:
@@ -489,6 +550,7 @@ class RewardActor(PoolActor):
 
 
 async def _awaited(answer: Any) -> Any:
+    """Wait for an awaitable in a coroutine, which `asyncio.Runner` requires."""
     return await answer
 
 
@@ -524,7 +586,8 @@ class RewardModel:
         self._model, self._tokenizer, self._template = model.to(self._device), tokenizer, chat_template_kwargs
 
     def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
-        """Return one score per row."""
+        """Return one score per row. Prompts and completions are texts, or conversations in TRL's format; other columns
+        are ignored."""
         import torch
 
         inputs = self._tokenizer(
@@ -539,6 +602,7 @@ class RewardModel:
         return [float(score) for score in logits.float().tolist()]
 
     def _text(self, prompt: Any, completion: Any) -> str:
+        """Return prompt and completion as one text, with the chat template if they are conversations."""
         if isinstance(prompt, str):
             return prompt + str(completion)
         return str(self._tokenizer.apply_chat_template(prompt + completion, tokenize=False, **self._template))

@@ -1,4 +1,4 @@
-"""Worker groups: many workers called as one object, in Ray actors or in this process."""
+"""Worker groups: many Ray actors, or threads of this process, called as one object."""
 
 from .errors import DeadlineError, DispatchError, WorkerDiedError, WorkerError
 from .group import LocalWorkerGroup, WorkerGroup

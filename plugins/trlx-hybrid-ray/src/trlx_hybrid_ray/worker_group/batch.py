@@ -1,8 +1,9 @@
-"""Functions that split batches, nested data whose leaves have rows, into chunks and join them again. All are pure.
+"""Functions that split a batch by rows into chunks, and join chunks again. A batch is nested data. All functions are
+pure.
 
-Rows are the items of a list and the first dimension of a tensor or an array. Tuples, mappings and dataclasses give
+Rows are the items of a list and the first dimension of a tensor or an array. Tuples, mappings and dataclasses are
 structure: their contents are split, and each chunk has the same structure. `None`, numbers, strings, bytes and tensors
-without dimensions have no rows and go into every chunk as they are. `join` is the inverse of `split`.
+without dimensions have no rows, so every chunk gets them as they are. `join` is the inverse of `split`.
 """
 
 from __future__ import annotations
@@ -17,21 +18,29 @@ from typing import Any, Literal
 from .errors import DispatchError
 
 SINGLES = (str, bytes, bytearray, bool, int, float, complex, type(None))
+"""The types of values without rows."""
 
 
 def row_ranges(rows: int, chunks: int) -> list[range]:
-    """Return the rows of each chunk, in order. The numbers of rows differ by at most one, and the larger chunks come
-    first."""
+    """Divide rows into consecutive chunks. The numbers of rows differ by at most one, and the larger chunks come first.
+
+    Args:
+        rows: the number of rows.
+        chunks: the number of chunks.
+
+    Returns:
+        The row numbers of each chunk, in order.
+    """
     each, longer = divmod(rows, chunks)
     ends = accumulate((each + (chunk < longer) for chunk in range(chunks)), initial=0)
     return [range(start, end) for start, end in pairwise(ends)]
 
 
 def rows_of(batch: Any) -> int:
-    """Return the number of rows that every leaf with rows has.
+    """Return the number of rows of a batch. All its lists, tensors and arrays must have the same number.
 
     Raises:
-        DispatchError: no leaf has rows, two leaves differ, or a value is neither rows nor structure.
+        DispatchError: the batch has nothing with rows, two numbers differ, or a value is neither rows nor structure.
     """
     found = list(_counts(batch, "the batch"))
     if not found:
@@ -47,16 +56,19 @@ def rows_of(batch: Any) -> int:
 
 
 def split(batch: Any, ranges: Sequence[range]) -> list[Any]:
-    """Return one batch per range of rows. Tensors are copied (Ray would send a view with all its storage), arrays are
-    views."""
+    """Return one batch for each range of rows. Tensors are copied, because Ray would send a view with all its storage;
+    arrays are views."""
     return [_mapped(lambda leaf, path, rows=rows: _cut(leaf, rows), [batch], "the batch") for rows in ranges]
 
 
 def join(parts: Sequence[Any]) -> Any:
-    """Join the results of all chunks into one, in order. The chunks' results may have any number of rows.
+    """Join the results of all chunks into one, in order. The results may have any number of rows.
+
+    Args:
+        parts: the results, which must have the same structure.
 
     Raises:
-        DispatchError: the parts are not alike in structure, or a value without rows differs.
+        DispatchError: the structures differ, or a value without rows is not the same in all results.
     """
     return _mapped(_joined, parts, "the result")
 
@@ -65,7 +77,8 @@ def join(parts: Sequence[Any]) -> Any:
 
 
 def fields_of(value: Any) -> Mapping[Any, Any] | None:
-    """Return the contents of a structure, by index, key or field name; None for a leaf."""
+    """Return the contents of a tuple, mapping or dataclass, by index, key or field name. Returns None for any other
+    value, which has no structure."""
     if isinstance(value, tuple):
         return dict(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
     if isinstance(value, Mapping):
@@ -76,7 +89,12 @@ def fields_of(value: Any) -> Mapping[Any, Any] | None:
 
 
 def _rebuilt(value: Any, fields: Mapping[Any, Any]) -> Any:
-    """Return a structure like `value` with other contents, without calling its constructor where that could compute."""
+    """Return a tuple, mapping or dataclass like `value` with other contents. A constructor that could compute something
+    is not called.
+
+    Raises:
+        DispatchError: it is a mapping that cannot be changed.
+    """
     if isinstance(value, tuple):
         return type(value)(*fields.values()) if hasattr(value, "_fields") else tuple(fields.values())
     if type(value) is dict:
@@ -95,8 +113,17 @@ def _rebuilt(value: Any, fields: Mapping[Any, Any]) -> Any:
 
 
 def _mapped(leaf: Callable[..., Any], values: Sequence[Any], path: str) -> Any:
-    """Return a structure like each of `values`, whose leaves are `leaf(value, ..., path)` of the corresponding leaves.
-    All `values` must have the same structure."""
+    """Apply a function to the corresponding innermost values of several nested objects, and return the results in the
+    same structure.
+
+    Args:
+        leaf: the function; it gets one value of each object, and the path of these values as text.
+        values: the objects, which must have the same structure.
+        path: the path of the objects, for messages.
+
+    Raises:
+        DispatchError: the structures differ.
+    """
     first = values[0]
     fields = fields_of(first)
     if fields is None:
@@ -111,6 +138,15 @@ def _mapped(leaf: Callable[..., Any], values: Sequence[Any], path: str) -> Any:
 
 
 def _unlike(path: str, first: Any, value: Any, number: int) -> DispatchError:
+    """Return the error for two results that differ in structure.
+
+    Args:
+        path: where they differ.
+        first: the part of chunk 0's result.
+        value: the part of another chunk's result.
+        number: the number of that chunk.
+    """
+
     def described(one: Any) -> str:
         fields = fields_of(one)
         return type(one).__name__ + (f" of {list(fields)}"[:120] if fields is not None else "")
@@ -125,7 +161,7 @@ def _unlike(path: str, first: Any, value: Any, number: int) -> DispatchError:
 
 
 def _kind(leaf: Any) -> Literal["list", "tensor", "array"] | None:
-    """Return the kind of rows that a leaf has; None for a leaf without rows. Imports neither torch nor NumPy."""
+    """Return what kind of rows a value has; None for a value without rows. Imports neither torch nor NumPy."""
     if isinstance(leaf, list):
         return "list"
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
@@ -135,7 +171,11 @@ def _kind(leaf: Any) -> Literal["list", "tensor", "array"] | None:
 
 
 def _counts(value: Any, path: str) -> Iterator[tuple[str, int]]:
-    """Yield path and number of rows of every leaf that has rows."""
+    """Yield the path and the number of rows of every list, tensor and array in a batch.
+
+    Raises:
+        DispatchError: a value is neither rows nor structure, nor of a type that is passed on as it is.
+    """
     fields = fields_of(value)
     if fields is not None:
         for key, field in fields.items():
@@ -151,6 +191,7 @@ def _counts(value: Any, path: str) -> Iterator[tuple[str, int]]:
 
 
 def _cut(leaf: Any, rows: range) -> Any:
+    """Return some rows of a value; a value without rows is returned as it is."""
     kind = _kind(leaf)
     if kind is None:
         return leaf
@@ -159,6 +200,7 @@ def _cut(leaf: Any, rows: range) -> Any:
 
 
 def _joined(*values_and_path: Any) -> Any:
+    """Join the corresponding innermost values of all chunks' results. The last argument is their path, for messages."""
     *values, path = values_and_path
     first = values[0]
     for number, value in enumerate(values[1:], 1):
@@ -184,6 +226,7 @@ def _joined(*values_and_path: Any) -> Any:
 
 
 def _same(first: Any, second: Any) -> bool:
+    """Return whether two values are equal, where NaN equals NaN."""
     if first is second or (first != first and second != second):  # NaN
         return True
     return bool(first == second)

@@ -1,4 +1,4 @@
-"""Errors of a worker group."""
+"""The errors of a worker group's calls."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from trlx_hybrid.errors import HybridError
 
 
 class DispatchError(HybridError, ValueError):
-    """An error of arguments that cannot be split, or of results that cannot be joined. Names the place in the data."""
+    """The error for arguments that cannot be split into a part for each worker, or results that cannot be joined. It
+    names the place in the data."""
 
 
 class WorkerError(HybridError):
-    """An exception that a worker raised. `__cause__` is the worker's exception, where it could be pickled.
+    """The error for an exception that a worker raised. `__cause__` is the worker's exception if it could be pickled.
 
     Attributes:
         rank: the worker's rank.
         method: the called method's name.
-        node: the node on which the worker runs.
+        node: the node on which the worker runs, as text.
         traceback: the traceback in the worker's process, as text.
     """
 
@@ -32,9 +33,9 @@ class WorkerError(HybridError):
 
 
 class WorkerDiedError(WorkerError):
-    """The error of a worker whose process or node is gone. The group cannot be called any more."""
+    """The error for a worker whose process or node is gone. The group cannot be called any more."""
 
 
 class DeadlineError(WorkerError, TimeoutError):
-    """The error of a worker that did not answer in time. The worker may still be at work; `Future.result` can be called
-    again."""
+    """The error for a worker that did not answer in time. The worker may still be at work, and `Future.result` can be
+    called again."""

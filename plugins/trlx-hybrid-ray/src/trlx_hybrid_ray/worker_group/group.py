@@ -1,4 +1,4 @@
-"""Worker groups: objects whose methods call the method of that name on all workers at once."""
+"""Worker groups: objects whose methods call the method of the same name on all workers at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,13 @@ START_SECONDS = 120.0
 
 
 class GroupMethod:
-    """A registered method of a group. Calling it calls the method on the workers."""
+    """A registered method of a group. Calling it calls the method on the group's workers.
+
+    Args:
+        method: what `@register` said of the method.
+        workers: the workers of the group.
+        deadline: seconds that a call may take, unless the method has a deadline of its own.
+    """
 
     def __init__(self, method: Registered, workers: Workers, deadline: float) -> None:
         self._method, self._workers = method, workers
@@ -35,12 +41,13 @@ class GroupMethod:
         self._call = f"{workers.name}.{method.name}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the method on the workers, as `register` describes.
+        """Call the method on the workers. The arguments are those of the method; what they reach and what is returned
+        depends on `register`'s dispatch.
 
         Raises:
             TypeError: the arguments do not fit the method.
             DispatchError: the batch cannot be split.
-            WorkerError: see `Future.result`; at once where a worker had died before.
+            WorkerError: see `Future.result`; raised at once if a worker had died before.
         """
         method, workers = self._method, self._workers
         method.signature.bind(*args, **kwargs)  # here rather than on every worker
@@ -71,6 +78,7 @@ class GroupMethod:
         return future if method.execute == "future" else future.result()
 
     def _collected(self, results: list[Any]) -> Any:
+        """Make one result from the values of all answers, as the method's dispatch says."""
         if self._method.splits:
             return join(results[:: self._workers.tensor_parallel])
         return results if self._method.dispatch == "one_to_all" else results[0]
@@ -93,10 +101,10 @@ class WorkerGroup(Generic[W]):
 
     Args:
         worker: a class with methods marked with `@register`.
-        workers: a number of workers, with one CPU each, placed wherever there is room; or a `Placement`; or for each
-            rank the arguments of Ray's `.options()`, its resources and its scheduling.
+        workers: a number of workers, with one CPU each, on any node with room; or a `Placement`, which reserves the
+            resources of each worker; or for each worker the arguments of Ray's `.options()`.
         args, kwargs: the arguments of each worker's constructor. `this_worker()` tells a worker its rank.
-        tensor_parallel: ranks per replica. All ranks of a replica get the same chunk of a split batch.
+        tensor_parallel: the number of workers per replica. All workers of a replica get the same part of a split batch.
         deadline: seconds that a call may take; `math.inf` waits for ever.
         start_deadline: seconds for all workers to be constructed.
 
@@ -155,7 +163,7 @@ class WorkerGroup(Generic[W]):
 
     @property
     def locations(self) -> Sequence[Location]:
-        """The location of each rank: node, process and GPUs."""
+        """The node, process and GPUs of each worker, by rank."""
         return self._workers.locations
 
     def close(self) -> None:
@@ -184,7 +192,7 @@ class WorkerGroup(Generic[W]):
 
 
 class LocalWorkerGroup(WorkerGroup[W]):
-    """A worker group whose workers are threads of this process, for a single GPU, tests and debuggers. Takes the
+    """A worker group whose workers are threads of this process, for a single GPU, tests and debuggers. It has the
     arguments of `WorkerGroup`.
 
     Arguments and results are copied as Ray would copy them: a change on one side does not show on the other, and arrays

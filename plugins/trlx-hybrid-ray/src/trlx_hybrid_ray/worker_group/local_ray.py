@@ -1,5 +1,5 @@
-"""Ray's functions that a worker group uses, for this process: actors are threads, and values are copied as Ray copies
-them."""
+"""Replacements for the functions of `ray` that a worker group uses, for a group in this process: its actors are
+threads, and values are copied as Ray copies them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,21 @@ from ray import cloudpickle
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError, TaskCancelledError
 
 END = "__ray_terminate__"
+"""The name of the method with which Ray ends an actor after its current call."""
 Copy = tuple[bytes, list[bytes]]
 """A pickled value, with its large buffers beside the pickle."""
 Reference = concurrent.futures.Future[Copy]
+"""The counterpart of Ray's `ObjectRef`: a future of a pickled value."""
 
 
 class LocalActor:
-    """An object in a thread of its own, with a queue of calls. It is called like Ray's handle of an actor:
-    `actor.method.remote(...)`."""
+    """An object with a thread of its own and a queue of calls. It is called like Ray's handle of an actor:
+    `actor.method.remote(...)`.
+
+    Args:
+        kind: the class of the object.
+        args: the arguments of its constructor.
+    """
 
     def __init__(self, kind: type, args: Sequence[Any]) -> None:
         self.queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -35,19 +42,20 @@ class LocalActor:
         return SimpleNamespace(remote=functools.partial(self._call, method))
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Reference:
+        """Put a call into the queue, and return a reference to its result."""
         reference: Reference = concurrent.futures.Future()
         self.queue.put((reference, method, [_sent(arg) for arg in args], {k: _sent(arg) for k, arg in kwargs.items()}))
         return reference
 
 
 def remote(kind: type) -> Any:
-    """Do what `ray.remote` does for a class. Options are accepted and ignored: there are no resources to claim."""
+    """Do what `ray.remote` does for a class. The options are accepted and ignored: there are no resources to claim."""
     made = SimpleNamespace(remote=lambda *args: LocalActor(kind, args))
     return SimpleNamespace(options=lambda **_: made)
 
 
 def put(value: Any) -> Reference:
-    """Do what `ray.put` does."""
+    """Copy a value as `ray.put` does, and return a reference to it."""
     reference: Reference = concurrent.futures.Future()
     reference.set_result(_copy(value))
     return reference
@@ -56,13 +64,14 @@ def put(value: Any) -> Reference:
 def wait(
     references: Sequence[Reference], *, num_returns: int, timeout: float | None, fetch_local: bool = False
 ) -> tuple[list[Reference], list[Reference]]:
-    """Do what `ray.wait` does, but wait for all references, whatever `num_returns` says."""
+    """Divide references into finished and unfinished ones as `ray.wait` does, but wait for all of them, whatever
+    `num_returns` says."""
     done = concurrent.futures.wait(references, timeout).done
     return [r for r in references if r in done], [r for r in references if r not in done]
 
 
 def get(references: Any, *, timeout: float | None) -> Any:
-    """Do what `ray.get` does."""
+    """Return the values of references, or of a single one, as `ray.get` does."""
     if isinstance(references, concurrent.futures.Future):
         return get([references], timeout=timeout)[0]
     done, late = concurrent.futures.wait(references, timeout, concurrent.futures.FIRST_EXCEPTION)
@@ -76,13 +85,13 @@ def get(references: Any, *, timeout: float | None) -> Any:
 
 
 def cancel(reference: Reference) -> None:
-    """Do what `ray.cancel` does: a call that has begun goes on."""
+    """Cancel a call that has not begun, as `ray.cancel` does; a call that has begun goes on."""
     reference.cancel()
 
 
 def kill(actor: LocalActor) -> None:
-    """Do what `ray.kill` does, except that a running call goes on: the actor's thread ends after it, or with the
-    process."""
+    """End an actor as `ray.kill` does, except that a running call goes on: the actor's thread ends after it, or with
+    the process."""
     with contextlib.suppress(queue.Empty):
         while True:
             actor.queue.get_nowait()[0].cancel()
@@ -102,6 +111,7 @@ def _copy(value: Any) -> Copy:
 
 
 def _sent(value: Any) -> Copy | Reference:
+    """Copy an argument for an actor; a reference is passed on as it is."""
     return value if isinstance(value, concurrent.futures.Future) else _copy(value)
 
 
@@ -112,6 +122,12 @@ def _received(sent: Copy | Reference) -> Any:
 
 
 def _serve(worker: Any, calls: queue.SimpleQueue[Any]) -> None:
+    """Carry out an actor's calls one after another, until it is ended. It runs in the actor's thread.
+
+    Args:
+        worker: the actor's object.
+        calls: the queue of the actor's calls.
+    """
     while True:
         reference, method, args, kwargs = calls.get()
         if reference.set_running_or_notify_cancel():
@@ -128,6 +144,7 @@ def _serve(worker: Any, calls: queue.SimpleQueue[Any]) -> None:
 
 
 def _result(worker: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Copy:
+    """Call a method of an actor's object with copies of the arguments, and return a copy of its result."""
     if method == END:
         return _copy(None)
     given = {name: _received(value) for name, value in kwargs.items()}

@@ -1,9 +1,10 @@
-"""The decorator `@register`, which says how a group calls a method of its workers.
+"""The decorator `@register`, which says how a worker group calls a method of its workers.
 
-At run time the method stays the same function, with the registration as an attribute. A type checker takes it for a
-descriptor. On an instance it is the method as it was written: workers call each other's code that way. On the class it
-is the group's method, with the results of all workers. A group is typed as its worker class, so that
-`group.score(prompts)` has the second type, without a plugin for the type checker.
+At run time the method stays the same function, with the arguments of `register` as an attribute. For a type checker it
+becomes a descriptor with two types. On an instance of the worker class it is the method as it was written, since
+workers call their own methods that way. On the class it is the group's method, which returns the results of all
+workers. A group is typed as its worker class, so `group.score(prompts)` has the second type, without a plugin for the
+type checker.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ if TYPE_CHECKING:
     from .workers import Future
 
 Dispatch = Literal["broadcast", "one_to_all", "scatter", "rank_zero"]
+"""The ways in which a group's call reaches its workers, see `register`."""
 Execute = Literal["blocking", "future"]
+"""The two ways of waiting for a call: "blocking" returns the result, "future" returns a `Future` at once."""
 
 MARK = "__trlx_registered__"
+"""The name of the attribute in which `register` leaves a method's `Registered`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +36,9 @@ class Registered:
     """The registration of a method: the arguments of `register`, the method's name and its signature.
 
     Attributes:
+        name: the method's name.
+        dispatch, execute, deadline: the arguments of `register`.
         signature: the method's signature, without `self`.
-        others: as `register` takes them.
     """
 
     name: str
@@ -44,18 +49,22 @@ class Registered:
 
     @property
     def splits(self) -> bool:
-        """True where the first argument is a batch that is split; otherwise all workers get all arguments unchanged."""
+        """True if the first argument is a batch that is split over the replicas; otherwise all workers get all
+        arguments unchanged."""
         return self.dispatch == "scatter"
 
     @property
     def entry(self) -> str:
-        """The name of the actor's method that the group calls. The registered method itself stays unchanged, for the
-        worker's own use."""
+        """The name of the actor's method that the group calls. It may be a wrapper; the registered method itself stays
+        unchanged, for the worker's own use."""
         return f"{self.name}__answer" if self.dispatch in ("broadcast", "scatter") else self.name
 
 
 def registered(worker: type) -> dict[str, Registered]:
     """Return the registered methods of a class and its bases, by name.
+
+    Args:
+        worker: the class of a group's workers.
 
     Raises:
         ConfigError: no method is registered.
@@ -70,13 +79,14 @@ def registered(worker: type) -> dict[str, Registered]:
 
 
 def worker_class(worker: Any, *, local: bool) -> type:
-    """Return a subclass of `worker` with its name, and with the methods that a group calls: `Registered.entry` of each
-    registered method.
+    """Return the class that a group really starts as actors: a subclass of `worker`, of the same name, which has the
+    method `Registered.entry` for each registered method.
 
-    The subclass is constructed with the rank alone. The constructor of `worker` is called later, when the locations of
-    all workers are known.
+    The subclass is constructed with the rank alone. The constructor of `worker` is called later, when the nodes and
+    processes of all workers are known.
 
     Args:
+        worker: the user's class.
         local: whether the workers are threads of one process.
     """
 
@@ -99,7 +109,8 @@ def worker_class(worker: Any, *, local: bool) -> type:
 
 
 def _answering(method: Registered, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the function so that it returns None on workers whose result is not used, which saves sending it."""
+    """Wrap a worker's method so that it returns None on workers whose result the group does not use, which saves
+    sending it."""
     if method.entry == method.name:
         return function
 
@@ -124,13 +135,15 @@ X_co = TypeVar("X_co", covariant=True)
 if TYPE_CHECKING:
 
     class SplittingCall(Protocol[B_contra, P, X_co]):
-        """A group's method whose first argument, a batch or another group's future, is split."""
+        """The type of a group's method whose first argument is split over the replicas: a batch, or another group's
+        future of one."""
 
         def __call__(self, batch: B_contra | Future[B_contra], /, *args: P.args, **kwargs: P.kwargs) -> X_co:
-            """Call the group."""
+            """Call the method on the group's workers."""
 
     class Whole(Generic[P, R, X]):
-        """A registered method whose arguments reach the workers unsplit."""
+        """The type of a registered method whose arguments reach every called worker unsplit: `Callable[P, R]` on a
+        worker, `Callable[P, X]` on a group."""
 
         @overload
         def __get__(self, worker: None, owner: Any) -> Callable[P, X]: ...
@@ -139,7 +152,8 @@ if TYPE_CHECKING:
         def __get__(self, worker: Any, owner: Any) -> Any: ...
 
     class Split(Generic[B, P, R, X]):
-        """A registered method that gets a chunk of the batch that the group is given."""
+        """The type of a registered method whose first argument is a batch. On a worker it gets one part of the batch,
+        on a group the whole batch."""
 
         @overload
         def __get__(self, worker: None, owner: Any) -> SplittingCall[B, P, X]: ...
@@ -183,7 +197,9 @@ def register(
     dispatch: _Scatter, execute: _Later, *, deadline: _Seconds = ...
 ) -> Callable[[_Batched[B, P, R]], Split[B, P, R, Future[R]]]: ...
 def register(dispatch: Dispatch, execute: Execute = "blocking", *, deadline: float | None = None) -> Any:
-    """Register a method: say which workers a group's call of it reaches, and what the caller gets.
+    """Mark a method for worker groups: say which workers a group's call of it reaches, and what the caller gets.
+
+    A replica is a number of consecutive workers that work on the same data, `tensor_parallel` of `WorkerGroup`.
 
     Args:
         dispatch: who gets which arguments, and what the caller gets:
@@ -191,15 +207,18 @@ def register(dispatch: Dispatch, execute: Execute = "blocking", *, deadline: flo
             - "broadcast": all workers get the same arguments; the caller gets the result of rank 0. For work that all
               workers do together.
             - "one_to_all": all workers get the same arguments; the caller gets a list of their results.
-            - "scatter": the first argument is a batch, split by rows over the replicas; every rank of a replica gets
-              its chunk, and the replicas' results are joined again.
+            - "scatter": the first argument is a batch, split by rows over the replicas; every worker of a replica gets
+              the same part, and the replicas' results are joined again.
             - "rank_zero": rank 0 alone gets the arguments; the caller gets its result.
 
-        execute: "blocking" waits; "future" returns a `Future` at once.
+        execute: "blocking" waits for the result; "future" returns a `Future` at once.
         deadline: seconds that a call may take; by default the group's. `math.inf` waits for ever.
 
+    Returns:
+        A decorator, which returns the method unchanged.
+
     Raises:
-        ConfigError: the combination or the method's signature makes no sense; says why.
+        ConfigError: an argument or the method's signature makes no sense; says why.
     """
     _one_of("dispatch", dispatch, get_args(Dispatch))
     _one_of("execute", execute, get_args(Execute))
@@ -228,6 +247,7 @@ def register(dispatch: Dispatch, execute: Execute = "blocking", *, deadline: flo
 
 
 def _one_of(what: str, given: str, known: Sequence[str]) -> None:
+    """Raise a ConfigError that names the argument `what` unless its value is one of the known ones."""
     if given not in known:
         raise ConfigError(
             f"{what}={given!r} is not one of {', '.join(map(repr, known))}.{did_you_mean(str(given), known)}"

@@ -1,4 +1,5 @@
-"""A worker's knowledge of its group, and the forming of a torch process group by the workers of a group."""
+"""The knowledge that a worker has of its group (`this_worker`), and the torch process group that a group's workers
+form."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ from ..errors import ClusterError
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """The location of a worker: node, process and GPUs.
+    """The node, process and GPUs of a worker.
 
     Attributes:
-        node: Ray's id of the node; "this process" for a local worker.
+        node: Ray's id of the node; "this process" for a worker that is a thread.
         address: the node's IP address.
         pid: the id of the worker's process.
         gpus: ids of the GPUs that Ray gave to the worker, as the node numbers them.
@@ -37,12 +38,13 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """A worker's rank and its group, as `this_worker()` returns them in the worker.
+    """A worker's rank, and the other workers of its group, as `this_worker()` returns them in the worker.
 
     Attributes:
         rank: the worker's rank, from 0.
-        tensor_parallel: ranks per replica, which get the same data. The ranks of a replica are consecutive.
-        locations: the location of each rank of the group.
+        tensor_parallel: the number of workers per replica; all workers of a replica get the same data. Their ranks are
+            consecutive.
+        locations: node, process and GPUs of each worker, by rank.
     """
 
     rank: int
@@ -56,12 +58,12 @@ class WorkerInfo:
 
     @property
     def replica(self) -> int:
-        """The index of the worker's replica: its data-parallel rank."""
+        """The index of the worker's replica, which is its data-parallel rank."""
         return self.rank // self.tensor_parallel
 
     @property
     def tensor_rank(self) -> int:
-        """The worker's rank within its replica."""
+        """The worker's rank within its replica, which is its tensor-parallel rank."""
         return self.rank % self.tensor_parallel
 
     @property
@@ -70,16 +72,17 @@ class WorkerInfo:
         return self.locations[self.rank].gpus
 
     def init_process_group(self, backend: str | None = None) -> None:
-        """Form torch's default process group of all workers of this group; collective. Call it before CUDA starts.
+        """Make torch's default process group of all workers of this group; every worker must call it, before CUDA
+        starts.
 
         It sets the variables that `torchrun` would set, so that accelerate and vLLM find the group: `RANK`,
         `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`. A worker with a GPU sees the GPUs
         of all workers on its node; its own GPU has the number `LOCAL_RANK`, and is torch's current device.
 
-        The store of the rendezvous is torch's `TCPStore`, on rank 0's node, which has no authentication.
+        The ranks meet at a `TCPStore` of torch on rank 0's node, which has no authentication.
 
         Args:
-            backend: as `torch.distributed.init_process_group` takes it; by default torch's choice for each device.
+            backend: the argument of `torch.distributed.init_process_group`; by default torch's choice for each device.
 
         Raises:
             ConfigError: this is one of several workers in one process, CUDA has started, or a worker has two GPUs.
@@ -134,13 +137,15 @@ class WorkerInfo:
 
 _of_thread = threading.local()
 _of_process: list[WorkerInfo] = []
+"""The worker that this process is, as the only item; empty in a process that is no worker."""
 _listener: list[socket.socket] = []
-"""The socket on which rank 0 listens for its group's rendezvous. The port is held from the beginning: between a check
-that a port is free and its use, another process may take it."""
+"""The socket on which rank 0 listens for its group's `TCPStore`, as the only item. The port is held from the beginning:
+between a check that a port is free and its use, another process may take it."""
 
 
 def located(rank: int) -> Location:
-    """Return the location of this actor. Rank 0 starts to listen for its group."""
+    """Return the node, process and GPUs of the actor that calls this. Rank 0 also begins to listen for the other
+    workers."""
     import ray
 
     context = ray.get_runtime_context()
@@ -154,24 +159,33 @@ def located(rank: int) -> Location:
 
 
 def _taken_listener() -> int:
-    """Return the listening socket's file descriptor, for a store that will close it."""
+    """Return the file descriptor of rank 0's listening socket, for a store that will close it.
+
+    Raises:
+        ConfigError: the socket was taken before, so the process group exists.
+    """
     if not _listener:
         raise ConfigError("init_process_group() was called before in this worker: its process group exists.")
     return _listener.pop().detach()
 
 
 def set_this_worker(worker: WorkerInfo, *, whole_process: bool) -> None:
-    """Record the worker that this thread is; with `whole_process`, the worker that every thread of this process is."""
+    """Store what `this_worker` returns in this thread.
+
+    Args:
+        worker: the worker's rank and group.
+        whole_process: whether all other threads of this process are the same worker.
+    """
     _of_thread.worker = worker
     if whole_process:
         _of_process[:] = [worker]
 
 
 def this_worker() -> WorkerInfo:
-    """Return rank and group of the worker that calls.
+    """Return the rank and the group of the worker in whose method this is called.
 
     Raises:
-        ConfigError: the caller is no worker, or a thread that a local worker started.
+        ConfigError: the caller is no worker, or it is a thread that a worker of a `LocalWorkerGroup` started.
     """
     found = getattr(_of_thread, "worker", None) or next(iter(_of_process), None)
     if found is None:

@@ -1,4 +1,4 @@
-"""The workers of a group, actors or threads, and how they are constructed, called, waited for and ended."""
+"""The workers of a group, which are actors or threads: how they are constructed, called, waited for and ended."""
 
 from __future__ import annotations
 
@@ -21,26 +21,28 @@ from .worker import Location
 R_co = TypeVar("R_co", covariant=True)
 
 CLOSE_SECONDS = 5.0
-"""Seconds that workers have to finish their current calls when the group closes."""
+"""Seconds that workers have to finish their current calls when the group is closed."""
 GRACE = 2.0
 """Seconds to wait for the other workers' errors once one worker has failed. A worker's death is often noticed after the
 errors that it causes in the workers that communicated with it, and the message has to name the death."""
 DIRECT = 32
-"""The largest number of workers that the driver calls itself; a call costs it about 0.1 ms for each. More workers are
-called through a relay on each node."""
+"""The largest number of workers that this process calls itself; a call costs it about 0.1 ms for each. More workers are
+called through a relay, an actor on each node that passes calls on."""
 RELAY_SECONDS = 60.0
-"""Seconds that a relay may take to pass a call on; it does not wait for the workers."""
+"""Seconds that a relay may take to pass a call on. It does not wait for the workers."""
 LARGE = 96 << 10
-"""The size in bytes from which one copy in the object store is cheaper than one in each call. Ray itself puts arguments
-of 100 KiB or more there, once for every call."""
+"""The size in bytes from which one copy in Ray's object store is cheaper than one copy in each call. Ray itself puts
+arguments of 100 KiB or more there, once for every call."""
 WORD = 8
-"""Bytes that an item of a structure counts for, a number for example, in an estimate of size."""
+"""The bytes that an item of a nested value, such as a number, counts for when its size is estimated."""
 
 
 class Future(Generic[R_co]):
-    """The result of a call that may still be running. Pass it to another group's method as its batch, or call `result`.
+    """The result of a group's call that may still be running. Call `result`, or pass the future to another group's
+    method as its batch.
 
-    Where both groups split batches alike, the data then goes from worker to worker and never through this process.
+    If both groups split batches in the same way, the data then goes from worker to worker and never through this
+    process.
     """
 
     def __init__(
@@ -54,6 +56,17 @@ class Future(Generic[R_co]):
         splits: bool,
         upstream: Future[Any] | None,
     ) -> None:
+        """Make the future of a call.
+
+        Args:
+            workers: the workers that were called.
+            call: class and method of the call, for messages.
+            answers: Ray's references to the answers, by rank.
+            collect: the function that makes one result from the answers' values.
+            seconds: the call's deadline in seconds.
+            splits: whether the call's first argument was a batch that was split.
+            upstream: the future that was the call's batch, if there was one.
+        """
         self.answers = answers  # a reference for each called worker
         self._workers, self._call, self._collect, self._seconds = workers, call, collect, seconds
         self._splits, self._upstream = splits, upstream
@@ -66,9 +79,10 @@ class Future(Generic[R_co]):
             timeout: seconds; by default the call's deadline. `math.inf` waits for ever.
 
         Raises:
-            WorkerError: a worker raised, or died (`WorkerDiedError`): rank, method, node and its traceback.
+            WorkerError: a worker raised an exception, or died (`WorkerDiedError`): has its rank, method, node and
+                traceback.
             DeadlineError: not all workers answered in time. The call goes on, and `result` can be called again.
-            DispatchError: the results of a scattered batch cannot be joined.
+            DispatchError: the results of the parts of a batch cannot be joined.
         """
         if not self._value:
             seconds = self._seconds if timeout is None else timeout
@@ -81,8 +95,9 @@ class Future(Generic[R_co]):
         return bool(self._value) or len(self._workers.wait(self.answers, 0.0)) == len(self.answers)
 
     def chunks_for(self, workers: Workers) -> list[Any] | None:
-        """Return one answer per replica, for `workers` to be given in place of its value; None unless this is a
-        scattered batch that `workers` would split alike."""
+        """Return references to the parts of this result, one for each replica of another group, to be passed to its
+        workers directly. Returns None if that group would split the result differently, or if this is not the result of
+        a split batch."""
         own = self._workers
         alike = self._splits and workers.ray is own.ray and workers.replicas == own.replicas
         return self.answers[:: own.tensor_parallel] if alike else None
@@ -108,23 +123,24 @@ class Future(Generic[R_co]):
 
 
 class Workers:
-    """The workers of one group. Each carries out one call at a time, in the order of the calls.
+    """The workers of one group. Each worker carries out one call at a time, in the order of the calls.
 
     Args:
         worker: the class of the workers, see `worker_class`.
         options: for each worker, the arguments of Ray's `.options()`.
-        tensor_parallel: the number of workers per replica.
+        tensor_parallel: the number of workers per replica; they get the same data.
         args, kwargs: the arguments of the workers' constructors.
         local: whether the workers are threads of this process.
 
     Attributes:
         ray: the module `ray`, or `local_ray` in its place.
         name: the name of the workers' class.
-        world, replicas: how many of each there are.
+        world, replicas: the number of workers and of replicas.
         handles: the actors' handles, by rank, which keep the actors alive.
-        locations: the location of each rank; empty before it is known.
+        locations: node, process and GPUs of each worker, by rank; empty until they are known.
         lost: the error of the first worker that died.
         closed: whether the group was closed.
+        futures: the futures of calls that somebody still holds.
     """
 
     def __init__(
@@ -161,12 +177,15 @@ class Workers:
         self.handles: list[Any] = [actors.options(**each).remote(rank) for rank, each in enumerate(options)]
 
     def start(self, seconds: float) -> None:
-        """Construct every worker. Workers report their locations before any constructor is called, so that each
-        constructor knows the locations of all workers.
+        """Construct every worker. The workers report their nodes and processes before any constructor is called, so
+        that each constructor knows them all.
+
+        Args:
+            seconds: the time within which all workers must be constructed.
 
         Raises:
             WorkerError: a constructor raised; names the rank.
-            DeadlineError: not all are constructed in time.
+            DeadlineError: not all workers are constructed in time.
         """
         until, call = time.monotonic() + seconds, f"{self.name}.__init__"
         located = [handle.__trlx_locate__.remote() for handle in self.handles]
@@ -187,8 +206,13 @@ class Workers:
             self.relay(_left(until))
 
     def relay(self, seconds: float, *, pinned: bool = True) -> None:
-        """Call the workers through relays from now on, one for each node. With `pinned`, a relay runs on the node of
-        its workers."""
+        """Call the workers through relays from now on: one actor on each node, which passes calls on to the workers
+        there.
+
+        Args:
+            seconds: the time within which the relays must start.
+            pinned: whether a relay must run on the node of its workers.
+        """
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         actors = self.ray.remote(Relay)
@@ -209,12 +233,13 @@ class Workers:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> list[Any]:
-        """Hand a call to the workers and return at once, with a reference to each worker's answer. A large value that
-        several workers get is put into the object store once.
+        """Call a method of some workers and return at once, with a reference to each worker's answer. A large value
+        that several workers get is put into Ray's object store once.
 
         Args:
             entry: the name of the workers' method.
-            chunks: the first argument for each replica, a value or a reference; None where all workers get the same
+            ranks: the workers to call.
+            chunks: the first argument for each replica, a value or a reference; None if all workers get the same
                 arguments.
             args, kwargs: the arguments that all workers get.
         """
@@ -231,7 +256,8 @@ class Workers:
         return call_each(methods[: len(ranks)], chunks, args, kwargs)
 
     def _relayed(self, entry: str, ranks: Sequence[int], chunks: Sequence[Any] | None, *whole: Any) -> list[Any]:
-        """Make one call per relay. A relay answers at once with references to its workers' answers."""
+        """Make the call of `submit` through the relays, one call for each. A relay answers at once, with references to
+        its workers' answers."""
         asked, called = [], []
         for relay, own in self._relays:
             here = [rank for rank in own if rank in ranks]
@@ -247,21 +273,28 @@ class Workers:
         return answers
 
     def _shared(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments, with large ones replaced by references to one copy that all workers share."""
         return [self._once(value, self.world) for value in args], {
             name: self._once(value, self.world) for name, value in kwargs.items()
         }
 
     def _once(self, value: Any, receivers: int) -> Any:
-        """Return the value, or a reference to one copy of it that all receivers share."""
+        """Return the value itself, or a reference to one copy of it in Ray's object store if it is large and has
+        several receivers."""
         return self.ray.put(value) if receivers > 1 and _is_large(value) else value
 
     def wait(self, answers: Sequence[Any], seconds: float) -> set[Any]:
-        """Return the available answers, as soon as all answers are available, or after so many seconds."""
+        """Return the answers that are there, once all of them are or after so many seconds."""
         timeout = None if seconds == math.inf else seconds
         return set(self.ray.wait(list(answers), num_returns=len(answers), timeout=timeout, fetch_local=False)[0])
 
     def close(self, at_once: bool) -> None:
-        """End the workers. Unless `at_once`, workers may finish their calls first, within `CLOSE_SECONDS`."""
+        """End the workers.
+
+        Args:
+            at_once: whether to end them during their calls; otherwise they may finish their calls first, within
+                `CLOSE_SECONDS`.
+        """
         from ray.exceptions import RayError
 
         closed, self.closed = self.closed, True
@@ -276,7 +309,7 @@ class Workers:
         self.handles, self._methods, self._relays = [], {}, []
 
     def check(self) -> None:
-        """Raise an error where the group cannot be called.
+        """Raise an error if the group cannot be called any more.
 
         Raises:
             WorkerDiedError: a worker died earlier.
@@ -295,11 +328,13 @@ class Workers:
         upstream: Future[Any] | None = None,
         ranks: Sequence[int] = (),
     ) -> list[Any]:
-        """Return the values of all answers.
+        """Wait for answers, and return their values.
 
         Args:
             call: class and method of the call, for messages.
-            upstream: the future whose answers were the workers' arguments.
+            answers: Ray's references to the answers.
+            seconds: the time to wait; `math.inf` waits for ever.
+            upstream: the future whose answers were the workers' arguments, if there was one; its errors come first.
             ranks: the ranks of the answers; by default from 0 on.
 
         Raises:
@@ -316,7 +351,13 @@ class Workers:
             raise reason from reason.__cause__
 
     def _explained(self, call: str, answers: Mapping[int, Any], error: BaseException, seconds: float) -> WorkerError:
-        """Return the error to raise where answers are missing. It names the worker that caused the failure."""
+        """Return the error to raise if Ray could not get all answers. It names the worker that caused the failure.
+
+        Args:
+            answers: references to the answers, by rank.
+            error: the error that Ray raised.
+            seconds: the time that was waited.
+        """
         failures = self._failures(answers, 0.0)
         if not failures and isinstance(error, TimeoutError):
             return self._overdue(call, answers, seconds)
@@ -337,7 +378,7 @@ class Workers:
         return reason
 
     def _failed(self, call: str, failures: Sequence[Failure]) -> WorkerError:
-        """Return the error of the worker that caused the failure. A worker that died makes the workers that
+        """Return the error of the worker that caused the others to fail. A worker that died makes the workers that
         communicated with it fail, so deaths come first."""
         first = min(failures, key=lambda f: (f.kind != "died", f.kind != "raised", f.rank))
         others = [f"{f.rank} ({brief(f.error).rstrip('.: ')})" for f in failures if f is not first]
@@ -358,6 +399,7 @@ class Workers:
         return error
 
     def _overdue(self, call: str, answers: Mapping[int, Any], seconds: float) -> WorkerError:
+        """Return the error for answers that did not come in time; it names the workers that still owe theirs."""
         there = self.wait(list(answers.values()), 0.0)
         missing = [rank for rank, answer in answers.items() if answer not in there] or [max(answers)]
         return self._error(
@@ -370,19 +412,22 @@ class Workers:
         )
 
     def _who(self, rank: int) -> str:
+        """Return rank, node and process of a worker as text."""
         return f"rank {rank} ({self.locations[rank]})" if self.locations else f"rank {rank}"
 
     def _error(self, kind: type[WorkerError], call: str, rank: int, text: str) -> WorkerError:
+        """Make an error of this kind about one worker."""
         node = str(self.locations[rank]) if self.locations else ""
         return kind(text, rank=rank, method=call.rpartition(".")[2], node=node)
 
     def _failures(self, answers: Mapping[int, Any], seconds: float) -> list[Failure]:
+        """Wait for the answers, at most for so many seconds, and return the failures among those that came."""
         there = self.wait(list(answers.values()), seconds)
         found = [self._failure(rank, answer) for rank, answer in answers.items() if answer in there]
         return [failure for failure in found if failure is not None]
 
     def _failure(self, rank: int, answer: Any) -> Failure | None:
-        """Return the failure that an available answer holds, or None."""
+        """Return the failure that an answer contains, or None if it contains a result."""
         from ray.exceptions import OwnerDiedError, RayActorError, RayError, RayTaskError, TaskCancelledError
 
         try:
@@ -400,7 +445,15 @@ class Workers:
 
 
 class Failure(NamedTuple):
-    """A worker's failure to return a result: its method raised, it died, or the call was dropped before it began."""
+    """The reason why a worker returned no result.
+
+    Attributes:
+        rank: the worker's rank.
+        kind: "raised" if its method raised an exception, "died" if its process or node is gone, "dropped" if the call
+            was cancelled before it began.
+        error: the worker's exception or Ray's error.
+        traceback: the traceback in the worker's process, as text.
+    """
 
     rank: int
     kind: Literal["raised", "died", "dropped"]
@@ -409,7 +462,7 @@ class Failure(NamedTuple):
 
 
 class Relay:
-    """An actor on each node that passes the driver's calls on to the node's workers, without waiting for the workers.
+    """An actor on each node that passes calls on to the node's workers, without waiting for the workers.
 
     Args:
         workers: the handles of the node's workers, by rank.
@@ -419,21 +472,28 @@ class Relay:
         self._workers = workers
 
     def call(self, entry: str, ranks: Sequence[int], chunks: Sequence[Any] | None, *whole: Any) -> list[Any]:
-        """Call the workers of these ranks and return references to their answers."""
+        """Call a method of the workers of these ranks, as `Workers.submit` does, and return references to their
+        answers."""
         return call_each([getattr(self._workers[rank], entry).remote for rank in ranks], chunks, *whole)
 
 
 def call_each(
     methods: Sequence[Callable[..., Any]], chunks: Sequence[Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[Any]:
-    """Call `handle.method.remote` of each worker, with its chunk of the batch where there is one."""
+    """Call the method of each worker with the same arguments, and return references to the answers.
+
+    Args:
+        methods: the `remote` function of the method, for each worker.
+        chunks: the part of a batch for each worker, which becomes its first argument; None if there is no batch.
+        args, kwargs: the arguments that all workers get.
+    """
     if chunks is None:
         return [method(*args, **kwargs) for method in methods]
     return [method(chunk, *args, **kwargs) for method, chunk in zip(methods, chunks, strict=True)]
 
 
 def _is_large(value: Any) -> bool:
-    """Return whether a value takes `LARGE` bytes or more, roughly. Looks at no more of the value than it must."""
+    """Return whether a value takes roughly `LARGE` bytes or more. It looks at no more of the value than it must."""
     pending, found = [value], 0
     while pending and found < LARGE:
         item = pending.pop()
@@ -451,6 +511,7 @@ def _is_large(value: Any) -> bool:
 
 
 def _free() -> dict[str, float]:
+    """Return the number of free CPUs and GPUs in the cluster, by name."""
     import ray
 
     resources = ray.available_resources()  # type: ignore[no-untyped-call]
@@ -458,11 +519,13 @@ def _free() -> dict[str, float]:
 
 
 def _left(until: float) -> float:
+    """Return the seconds left until a time of `time.monotonic`; 0 if it has passed."""
     return max(0.0, until - time.monotonic())
 
 
 def _traceback_of(error: Any) -> str:
-    """Return the worker's traceback. Ray keeps it only in the error's text, with colour codes and frames of its own."""
+    """Return a worker's traceback as text. Ray keeps it only in the error's message, with colour codes and frames of
+    its own."""
     lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines()
     start = next((number for number, line in enumerate(lines) if line.startswith('  File "')), 0)
     return "\n".join(["Traceback (most recent call last):", *lines[start:]])

@@ -63,6 +63,38 @@ def test_no_module_imports_one_that_imports_it():
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the modules
 
 
+def room(module):
+    """Return the room of a module: the folder of its distribution in which it lies, or the module itself."""
+    parts = module.split(".")
+    return ".".join(parts[:2]) if len(parts) > 2 else module
+
+
+def rooms():
+    """Return for each room the rooms that it imports."""
+    known = modules()
+    graph = {}
+    for name, file in known.items():
+        graph.setdefault(room(name), set()).update(map(room, imported(name, file, known)))
+    return {name: others - {name} for name, others in graph.items()}
+
+
+def test_no_room_imports_one_that_imports_it():
+    list(graphlib.TopologicalSorter(rooms()).static_order())  # raises CycleError, which names the rooms
+
+
+def test_rooms_import_what_is_drawn_below_them():
+    """The picture of the rooms in the architecture page is the order of imports, from the top down."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    picture = page.partition("## The order of the rooms")[2].split("```")[1]
+    levels = [line.split("  ")[0].split(" · ") for line in picture.strip().splitlines()]
+    full = {name: "trlx_hybrid" if name == "trlx_hybrid" else f"trlx_hybrid.{name}" for line in levels for name in line}
+    level = {full[name]: -number for number, line in enumerate(levels) for name in line}
+    graph = {name: others for name, others in rooms().items() if name.partition(".")[0] == "trlx_hybrid"}
+    assert level.keys() == graph.keys()
+    up = {f"{a} -> {b}" for a, others in graph.items() for b in others if level.get(b, 1) >= level[a]}
+    assert not up
+
+
 def in_fresh_python(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 

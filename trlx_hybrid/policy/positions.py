@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from ..weights.verify import PROBE_TOKENS, TOLERANCE, coarsest
+from .precision import PROBE_TOKENS, TOLERANCE, coarsest
 
 if TYPE_CHECKING:
     from .policy import Policy

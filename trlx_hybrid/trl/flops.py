@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..policy.policy import layer_kinds
-from ..weights.verify import autocast_dtype
+from ..policy.precision import autocast_dtype
 
 if TYPE_CHECKING:
     from ..policy.policy import Policy

@@ -22,7 +22,7 @@ from torch import nn
 from ..errors import ConfigError
 from ..policy.adapters import adapter_layers, adapters_kept, held_by, tuned
 from ..policy.policy import local
-from ..weights.verify import PROBE_TOKENS, TOLERANCE, coarsest
+from ..policy.precision import PROBE_TOKENS, TOLERANCE, coarsest
 
 if TYPE_CHECKING:
     from ..interprocess.ranks import Ranks

@@ -41,8 +41,8 @@ from ..policy.adapters import adapters_kept
 from ..policy.first_step import FirstStep, refuse_idle
 from ..policy.policy import Policy, transformers_model
 from ..policy.positions import Positions
+from ..policy.precision import autocast_dtype
 from ..session import Session
-from ..weights.verify import autocast_dtype
 from . import resampling, tool_calling, trl_rewards
 from .arguments import (
     check_skipped,

@@ -19,20 +19,15 @@ from ..blame import asked, fault
 from ..contract.types import Completion, Request, Sampling
 from ..errors import PolicyError, SyncError, listed
 from ..policy.policy import modules_of
+from ..policy.precision import PROBE_TOKENS, TOLERANCE, coarsest
 
 if TYPE_CHECKING:
     from ..contract.protocols import Engine
     from ..plugins.registry import Component
     from ..policy.policy import Policy
 
-PROBE_TOKENS = 8
 SAMPLED_TENSORS = 8
 GOLDEN = (math.sqrt(5) - 1) / 2
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
-"""The largest allowed log-prob difference of one token, in nats, by dtype. Healthy runs stay far below: 1e-6 in fp32 on
-CPU, about 0.05 in bf16, where kernels differ in rounding. Stale or misplaced weights of a trained model exceed it at
-once."""
-
 QUANTIZED_TOLERANCE = 2.0
 """The largest allowed log-prob difference of one token for an engine that quantises, in nats: its log-probs differ by
 design (fp8: 0.53 on random weights of 1.5B)."""
@@ -162,19 +157,6 @@ def allowed_gap(
     default = QUANTIZED_TOLERANCE if engine.quantized else TOLERANCE.get(dtype, max(TOLERANCE.values()))
     exact = dtype is torch.float32 and not engine.quantized
     return nats or default, allowed_share(policy, exact)
-
-
-def autocast_dtype(args: Any) -> torch.dtype:
-    """Return the dtype of the trainer's matrix products, as set by its `transformers.TrainingArguments`."""
-    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
-
-
-def coarsest(*dtypes: torch.dtype) -> torch.dtype:
-    """Return the dtype that rounds most. Float32 counts as float16 where torch computes products in TF32, which has as
-    many bits."""
-    dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-    tf32 = dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return torch.float16 if tf32 else dtype
 
 
 def allowed_share(policy: Policy, exact: bool) -> float:

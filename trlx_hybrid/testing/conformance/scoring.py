@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...contract.protocols import Rows, Scores, Scoring
 from ...policy.policy import evaluating
-from ...weights.verify import TOLERANCE, autocast_dtype, coarsest
+from ...policy.precision import TOLERANCE, autocast_dtype, coarsest
 from .findings import ConformanceError, require
 
 if TYPE_CHECKING:

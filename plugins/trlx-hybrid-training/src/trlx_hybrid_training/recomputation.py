@@ -23,8 +23,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trlx_hybrid.memory.ledger import plain_tensors
 from trlx_hybrid.policy.policy import modules_of
+from trlx_hybrid.policy.precision import autocast_dtype
 from trlx_hybrid.policy.sharded import is_sharded
-from trlx_hybrid.weights.verify import autocast_dtype
 
 if TYPE_CHECKING:
     from trlx_hybrid.contract.protocols import Run

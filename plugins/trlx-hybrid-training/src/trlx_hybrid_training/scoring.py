@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from trlx_hybrid.contract.protocols import Rows, Scores, Scoring
 from trlx_hybrid.policy.policy import evaluating
+from trlx_hybrid.policy.precision import TOLERANCE, autocast_dtype, coarsest
 from trlx_hybrid.rollout.seeding import preserved_generators
-from trlx_hybrid.weights.verify import TOLERANCE, allowed_share, autocast_dtype, coarsest
+from trlx_hybrid.weights.verify import allowed_share
 
 from . import attention
 from .micro_batches import WORTH, RowLengths, equal_tokens, fewest_tokens

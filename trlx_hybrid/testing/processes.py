@@ -23,8 +23,6 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
-import pytest
-
 STACK = (
     "accelerate",
     "datasets",
@@ -166,6 +164,8 @@ def models_inspected_here() -> Iterator[None]:
     By default vLLM inspects each class that is new on this machine in a subprocess, because the inspection could
     initialise CUDA. On a CPU it cannot, and the subprocess would spend ten seconds of CPU time on imports.
     """
+    import pytest  # here, because benchmarks need only `free_port`
+
     with pytest.MonkeyPatch.context() as changed:
         changed.setattr("vllm.model_executor.models.registry._run_in_subprocess", lambda look: look())
         yield

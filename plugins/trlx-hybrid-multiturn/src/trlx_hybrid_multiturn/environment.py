@@ -11,8 +11,12 @@ from trlx_hybrid.contract.conversation import Message
 from trlx_hybrid.episodes.answers import described, readable
 from trlx_hybrid.errors import ConfigError
 
+from .loop import Tool
 from .tool_calls import LostCallError
 from .tools.runner import ToolRunner
+
+Row = Mapping[str, Any]
+"""A row of the dataset: its values, by the names of the columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +47,7 @@ class Environment(Protocol):
     An optional method `close()` is called when the episode is over, unless a call of the environment hangs.
     """
 
-    async def reset(self, row: Mapping[str, Any]) -> str | list[Message] | None:
+    async def reset(self, row: Row) -> str | list[Message] | None:
         """Begin the episode.
 
         Args:
@@ -86,7 +90,7 @@ class CheckedEnvironment:
         self._environment: Any = None
         self._away = False  # whether a call has not come back: it may still be using the environment
 
-    async def reset(self, row: Mapping[str, Any]) -> str | list[Message] | None:
+    async def reset(self, row: Row) -> str | list[Message] | None:
         """Make the environment, begin its episode, and return the first observation.
 
         Raises:
@@ -95,7 +99,7 @@ class CheckedEnvironment:
         self._environment = await self._ask(self._name, self._factory)
         observation = await self._ask(f"{self._name}.reset", self._environment.reset, row)
         self._check(observation, "reset")
-        return self._cut(readable(observation))  # type: ignore[no-any-return]
+        return self._cut(readable(observation))
 
     async def step(self, completion: str) -> Step:
         """Pass a completion to the environment, and return its checked step.
@@ -127,7 +131,7 @@ class CheckedEnvironment:
         if close is not None and not self._away:
             await self._ask(f"{self._name}.close", close)
 
-    async def _ask(self, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
+    async def _ask(self, name: str, method: Tool, *arguments: object) -> Any:
         self._away = True
         outcome = await self._runner.ask(self._name, name, method, arguments, self._event_loop)
         self._away = outcome.lost is not None
@@ -137,7 +141,7 @@ class CheckedEnvironment:
             raise LostCallError(f"environment {name!r} raised {described(outcome.error)}")
         return outcome.value
 
-    def _cut(self, observation: Any) -> Any:
+    def _cut(self, observation: str | list[Message] | None) -> str | list[Message] | None:
         """Cut each text of an observation that is too long to its beginning, as a tool's answer is cut."""
         if isinstance(observation, list):
             contents = [self._runner.cut(message["content"]) for message in observation]
@@ -147,7 +151,7 @@ class CheckedEnvironment:
             return [{**m, "content": content} for content, m in zip(contents, observation, strict=True)]
         return self._runner.cut(observation)
 
-    def _check(self, observation: Any, method: str) -> None:
+    def _check(self, observation: object, method: str) -> None:
         if observation is None or isinstance(observation, str):
             return
         if isinstance(observation, list) and observation:
@@ -158,7 +162,7 @@ class CheckedEnvironment:
             what = "an empty list" if observation == [] else f"a {type(observation).__qualname__}"
         raise LostCallError(f"environment '{self._name}.{method}' showed {what}; give a text, or chat messages.")
 
-    def _wrong(self, message: Any) -> str | None:
+    def _wrong(self, message: object) -> str | None:
         """Return a description of a message that the model cannot be shown; None for a good one."""
         if not isinstance(message, Mapping) or message.get("content") is None or "role" not in message:
             return "a list that holds something else than messages with a role and content"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
 
 from trlx_hybrid.contract.conversation import Conversation, Dialogue, Limits, Message, RequestMaker, Turn, images_of
 from trlx_hybrid.contract.types import Completion
@@ -78,7 +77,7 @@ class Episode:
             conversation.loss_mask = [0] * len(conversation.completion_ids)  # nothing is learned from it
             self._failed(conversation)
 
-    async def sample(self, context: list[int], images: list[Any] | None, room: int | None) -> Completion:
+    async def sample(self, context: list[int], images: list[object] | None, room: int | None) -> Completion:
         """Sample the next turn, record it, and return it.
 
         Args:
@@ -194,7 +193,7 @@ class ToolEpisode(Episode):
         with contextlib.suppress(Exception):  # the engine's thread will then do it, and raise if need be
             self._early = answers, self._dialogue.observe(answers)
 
-    def _rendered(self, answers: list[Message]) -> tuple[list[int], list[Any]]:
+    def _rendered(self, answers: list[Message]) -> tuple[list[int], list[object]]:
         """Return the token ids that tools' messages add to the context, and the images in them.
 
         Raises:

@@ -10,6 +10,7 @@ The loop runs in the trainer's thread and uses the engine only there. Tools answ
 
 from __future__ import annotations
 
+import functools
 import math
 import queue
 import time
@@ -23,6 +24,13 @@ from trlx_hybrid.contract.types import Completion, Request
 
 SHARED_WAIT = 0.005  # seconds: the other ranks of the replica wait for this one's next step
 WAIT = 1.0  # seconds: so that the progress bar moves while tools work
+
+
+Tool = Callable[..., Any]
+"""A function that is called like a tool: a tool itself, or a method of an environment."""
+
+ToolCoroutine = Coroutine[Any, Any, object]
+"""The coroutine of one call of an asynchronous tool; it returns the tool's result."""
 
 
 class Observer(Protocol):
@@ -172,7 +180,7 @@ class Loop:
         self._live[run] = None
         self._go_on(run, None)
 
-    def _go_on(self, run: _Run, value: Any) -> None:
+    def _go_on(self, run: _Run, value: object) -> None:
         self._advance(run, lambda: run.coroutine.send(value))
 
     def _advance(self, run: _Run, resume: Callable[[], Generate | CallTool]) -> None:
@@ -212,13 +220,13 @@ class Loop:
             else:
                 run.abandon("was not waited for: its trajectory's time is over.")
             run.expires = math.inf
-            self._advance(run, lambda run=run: run.coroutine.throw(OutOfTimeError()))  # type: ignore[misc]
-        for run in [
-            run for run in self._live if isinstance(run.waiting_for, CallTool) and run.waiting_for.expires <= now
-        ]:
-            reason = "never reported, not even that its time is over: it blocks the event loop it runs on."
-            run.abandon(reason)
-            self._go_on(run, Outcome(lost=f"tool {run.waiting_for.name!r} {reason}"))  # type: ignore[union-attr]
+            self._advance(run, functools.partial(run.coroutine.throw, OutOfTimeError()))
+        calls = [(run, run.waiting_for) for run in self._live if isinstance(run.waiting_for, CallTool)]
+        for run, call in calls:
+            if call.expires <= now:
+                reason = "never reported, not even that its time is over: it blocks the event loop it runs on."
+                run.abandon(reason)
+                self._go_on(run, Outcome(lost=f"tool {call.name!r} {reason}"))
 
     def _seconds_to_wait(self) -> float:
         """Return how long to wait for a tool, in seconds: until the next deadline of a trajectory or call.

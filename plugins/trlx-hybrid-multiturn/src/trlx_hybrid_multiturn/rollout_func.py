@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from trlx_hybrid.contract.conversation import Conversation, Limits, RequestMaker, images_of, opening
+from trlx_hybrid.contract.conversation import Conversation, Limits, Message, RequestMaker, images_of, opening
 from trlx_hybrid.episodes.tokenizer import own_tokenizer
 from trlx_hybrid.errors import ConfigError, EngineError
 
-from .environment import CheckedEnvironment, Environment, refuse_prompts
+from .environment import CheckedEnvironment, Environment, Row, refuse_prompts
 from .episode import Episode
 from .loop import OutOfTimeError
 from .multi_turn import MultiTurn
@@ -45,7 +45,10 @@ def episodes(factory: Callable[[], Environment], *, max_turns: int | None = None
 
 
 def episode_reward(
-    prompts: Sequence[Any], completions: Sequence[Any], episode_reward: Sequence[float | None], **kwargs: Any
+    prompts: Sequence[object],
+    completions: Sequence[object],
+    episode_reward: Sequence[float | None],
+    **kwargs: object,
 ) -> list[float | None]:
     """Return the environments' rewards, as a TRL reward function.
 
@@ -69,7 +72,7 @@ class Episodes:
 
     def __init__(self, factory: Callable[[], Environment], max_turns: int | None) -> None:
         self.factory, self.max_turns = factory, max_turns
-        self._tokens: tuple[tuple[Any, ...], TemplateTokens] | None = None  # with what they were made of
+        self._tokens: tuple[tuple[object, ...], TemplateTokens] | None = None  # with what they were made of
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """Play one episode per prompt, and return the fields that TRL asks of a `rollout_func`.
@@ -161,8 +164,8 @@ class EnvironmentEpisode(Episode):
     def __init__(
         self,
         index: int,
-        row: Mapping[str, Any],
-        prompt: list[dict[str, Any]],
+        row: Row,
+        prompt: list[Message],
         environment: CheckedEnvironment,
         tokens: TemplateTokens,
         tokenizer: Any,
@@ -177,7 +180,7 @@ class EnvironmentEpisode(Episode):
         self._tokens, self._tokenizer = tokens, tokenizer
 
     @property
-    def images(self) -> list[Any]:
+    def images(self) -> list[object]:
         """The images of the prompt and of the observations after it."""
         return [*self._prompt_images, *self.conversation.images]
 
@@ -220,7 +223,7 @@ class EnvironmentEpisode(Episode):
             self.observed(observed, messages)
             conversation.images += images_of(messages)
 
-    def _opened(self, observation: Any) -> list[int]:
+    def _opened(self, observation: str | list[Message] | None) -> list[int]:
         messages = opening(self._prompt, observation)
         prompt_ids = self._rendered(self._tokens.prompt, messages)
         self._prompt_images = images_of(messages)
@@ -232,7 +235,7 @@ class EnvironmentEpisode(Episode):
             )
         return prompt_ids
 
-    def _rendered(self, render: Callable[..., list[int]], messages: list[dict[str, Any]], *after: Any) -> list[int]:
+    def _rendered(self, render: Callable[..., list[int]], messages: list[Message], *after: object) -> list[int]:
         try:
             return render(messages, *after)
         except Exception as error:  # a template may raise anything

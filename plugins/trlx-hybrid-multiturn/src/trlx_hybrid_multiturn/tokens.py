@@ -40,7 +40,7 @@ class TemplateTokens:
         tokenizer: Any,
         chat_template: str | None = None,
         *,
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, object] | None = None,
         end_ids: Collection[int] = (),
     ) -> None:
         self._tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
@@ -132,7 +132,8 @@ class TemplateTokens:
         )
         if not images:
             return rendered
-        return self._processor(text=[rendered], images=[images], add_special_tokens=False)["input_ids"][0]  # type: ignore[misc]
+        assert self._processor is not None
+        return self._processor(text=[rendered], images=[images], add_special_tokens=False)["input_ids"][0]
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:
@@ -146,7 +147,7 @@ def preserving_tokens(
     chat_template: str | None,
     training_template: Callable[[], str | None],
     *,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
     end_ids: Collection[int] = (),
 ) -> TemplateTokens:
     """Return `TemplateTokens` of the current template if it preserves prefixes, else of TRL's training template.

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trlx_hybrid.contract.conversation import Conversation, Dialogue, Message
 from trlx_hybrid.episodes.answers import described, readable
 
-from .loop import Outcome
+from .loop import Outcome, Tool, ToolCoroutine
 from .tools.runner import ToolRunner
 
 
@@ -43,8 +43,8 @@ async def run_calls(
     Raises:
         LostCallError: a call could not be made, or its result did not come back.
     """
-    results: list[tuple[str, Any]] = []
-    coroutines: list[tuple[str, Coroutine[Any, Any, Any]]] = []
+    results: list[tuple[str, object]] = []
+    coroutines: list[tuple[str, ToolCoroutine]] = []
     try:
         for call in calls:
             conversation.calls += 1
@@ -80,15 +80,15 @@ async def run_calls(
     return [_message(name, runner.cut(content)) for name, content in results]  # errors may be long, too
 
 
-def _message(name: str, content: Any) -> Message:
+def _message(name: str, content: object) -> Message:
     return {"role": "tool", "name": readable(name), "content": content}
 
 
-def _early(early: Callable[[list[Message]], None], name: str, value: Any) -> None:
+def _early(early: Callable[[list[Message]], None], name: str, value: object) -> None:
     early([_message(name, value)])
 
 
-def _content(name: str, outcome: Outcome, conversation: Conversation) -> Any:
+def _content(name: str, outcome: Outcome, conversation: Conversation) -> object:
     """Return what the model is shown of a call: its result, or the error if the tool itself caused it.
 
     Counts errors and mended answers in `conversation`.
@@ -117,7 +117,7 @@ def _content(name: str, outcome: Outcome, conversation: Conversation) -> Any:
     return str({"error": text})
 
 
-def _part_with_environment(tool: Callable[..., Any], outcome: Outcome, dialogue: Dialogue) -> None:
+def _part_with_environment(tool: Tool, outcome: Outcome, dialogue: Dialogue) -> None:
     """Discard the row's environment if `tool` is a method of it and this call never came back.
 
     That call may go on using the environment, so no other row may have it.
@@ -126,7 +126,7 @@ def _part_with_environment(tool: Callable[..., Any], outcome: Outcome, dialogue:
         dialogue.discard()
 
 
-def _is_of_environment(tool: Callable[..., Any], dialogue: Dialogue) -> bool:
+def _is_of_environment(tool: Tool, dialogue: Dialogue) -> bool:
     """Return whether a tool is a method of this row's environment.
 
     A method of another object, such as a client, is shared by all rows.

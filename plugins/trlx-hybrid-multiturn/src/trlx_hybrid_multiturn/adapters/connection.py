@@ -85,7 +85,7 @@ class Connection:
             raise ServerError(f"{server} accepts no connection: {error}") from error
         return cls(socket, server)
 
-    async def ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    async def ask(self, kind: str, data: Mapping[str, object]) -> dict[str, Any]:
         """Send one request and wait for its answer; the caller sets the deadline.
 
         Args:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import time
 import urllib.error
@@ -23,11 +22,13 @@ POLL_SECONDS = 0.2  # between two attempts to reach a server that is still start
 NO_TEXT = ("done", "reward", "metadata")  # fields that every observation has, and no model is shown
 
 Action = Callable[[str], Any]
+Connect = Callable[[], Any]
 Shown = Callable[[Any], str | list[Message]]
+Schema = Mapping[str, Any]
 
 
 def from_openenv(
-    server: str | Callable[[], Any],
+    server: str | Connect,
     *,
     action: str | Action | None = None,
     observation: str | Shown | None = None,
@@ -73,7 +74,7 @@ def from_openenv(
 
 
 def _episodes(
-    connect: Callable[[], Any], action: str | Action, observation: str | Shown, columns: Sequence[str]
+    connect: Connect, action: str | Action, observation: str | Shown, columns: Sequence[str]
 ) -> Callable[[], OpenEnvEpisode]:
     """Return a factory of environments, given the action and the observation as functions or as names of fields.
 
@@ -82,7 +83,7 @@ def _episodes(
         action, observation, columns: as in `from_openenv`.
     """
 
-    def acted(completion: str) -> Any:
+    def acted(completion: str) -> object:
         return action(completion) if callable(action) else {action: completion}
 
     def shown(seen: Any) -> Any:
@@ -90,9 +91,11 @@ def _episodes(
             return observation(seen)
         return seen.get(observation) if isinstance(seen, Mapping) else getattr(seen, observation)
 
-    made: Any = functools.partial(OpenEnvEpisode, connect, acted, shown, columns)
+    def made() -> OpenEnvEpisode:
+        return OpenEnvEpisode(connect, acted, shown, columns)
+
     made.__name__ = "OpenEnv"  # name of its environments in messages
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 class OpenEnvEpisode:
@@ -105,7 +108,7 @@ class OpenEnvEpisode:
         columns: columns of the row that are passed to the server's `reset`.
     """
 
-    def __init__(self, connect: Callable[[], Any], action: Action, shown: Shown, columns: Sequence[str]) -> None:
+    def __init__(self, connect: Connect, action: Action, shown: Shown, columns: Sequence[str]) -> None:
         self._connect, self._action, self._shown, self._columns = connect, action, shown, columns
         self._peer: Any = None
 
@@ -148,25 +151,25 @@ class _Server:
         self._url, self._name, self._seconds = url, name, seconds
         self._connection: Connection | None = None
 
-    async def reset(self, **arguments: Any) -> SimpleNamespace:
+    async def reset(self, **arguments: object) -> SimpleNamespace:
         self._connection = await Connection.open(self._url, self._name, self._seconds)
         return await self._asked("reset", arguments)
 
-    async def step(self, action: Any) -> SimpleNamespace:
+    async def step(self, action: Mapping[str, object]) -> SimpleNamespace:
         return await self._asked("step", action)
 
     async def close(self) -> None:
         if self._connection is not None:
             await self._connection.close()
 
-    async def _asked(self, kind: str, content: Any) -> SimpleNamespace:
+    async def _asked(self, kind: str, content: Mapping[str, object]) -> SimpleNamespace:
         assert self._connection is not None
         data = await self._connection.ask(kind, content)
         done = bool(data.get("done", False))
         return SimpleNamespace(observation=data.get("observation", {}), reward=data.get("reward"), done=done)
 
 
-def action_field(schema: Mapping[str, Any], given: str | None, server: str) -> str:
+def action_field(schema: Schema, given: str | None, server: str) -> str:
     """Return the name of the action's field that takes the completion.
 
     Args:
@@ -204,7 +207,7 @@ def action_field(schema: Mapping[str, Any], given: str | None, server: str) -> s
     return given
 
 
-def observation_field(schema: Mapping[str, Any], given: str | None, server: str) -> str:
+def observation_field(schema: Schema, given: str | None, server: str) -> str:
     """Return the name of the observation's field that the model is shown.
 
     Args:
@@ -229,7 +232,7 @@ def observation_field(schema: Mapping[str, Any], given: str | None, server: str)
     return given
 
 
-def _is_text(schema: Mapping[str, Any]) -> bool:
+def _is_text(schema: Schema) -> bool:
     return any(kind.get("type") == "string" for kind in [schema, *schema.get("anyOf", [])])
 
 

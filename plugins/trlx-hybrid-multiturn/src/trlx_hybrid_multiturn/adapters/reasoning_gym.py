@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.rollout.seeding import preserved_generators
 
-from ..environment import Step
+from ..environment import Row, Step
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+Task = dict[str, Any]
+"""A task of reasoning-gym: its question, its answer and more, by name."""
 
 WRONG = "That is not right. Try again."
 
@@ -23,7 +29,7 @@ def from_reasoning_gym(
     attempts: int = 3,
     feedback: str = WRONG,
     answer: Callable[[str], str] | None = None,
-    **config: Any,
+    **config: object,
 ) -> ReasoningGym:
     """Return the tasks of a reasoning-gym dataset, with the environment that goes with them.
 
@@ -76,8 +82,8 @@ class ReasoningGym:
 
     def __init__(
         self,
-        tasks: list[dict[str, Any]],
-        score: Callable[[str, dict[str, Any]], float],
+        tasks: list[Task],
+        score: Callable[[str, Task], float],
         attempts: int,
         feedback: str,
         answer: Callable[[str], str],
@@ -90,7 +96,7 @@ class ReasoningGym:
         """Return a fresh environment."""
         return Attempts(self)
 
-    def dataset(self) -> Any:
+    def dataset(self) -> Dataset:
         """Return the tasks as a `datasets.Dataset` with the columns `prompt` (messages) and `task` (index)."""
         from datasets import Dataset
 
@@ -112,7 +118,7 @@ class Attempts:
         self._gym, self._left = gym, gym.attempts
         self._task: Any = None
 
-    def reset(self, row: Mapping[str, Any]) -> None:
+    def reset(self, row: Row) -> None:
         """Take the row's task; the prompt already holds its question."""
         self._task = self._gym.tasks[row["task"]]
 

@@ -14,13 +14,16 @@ import urllib.request
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trlx_hybrid.contract.conversation import Message
 from trlx_hybrid.errors import ConfigError
 
-from ..environment import Step
+from ..environment import Row, Step
 from .connection import Connection, ServerError, require_websockets
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 PROCESS = Path(__file__).parent / "verifiers_process"
 CONNECT_SECONDS = 30.0  # to a server that is up, on this machine
@@ -31,7 +34,7 @@ def from_verifiers(
     taskset: str,
     *,
     python: str = sys.executable,
-    env: Mapping[str, Any] | None = None,
+    env: Mapping[str, object] | None = None,
     start_seconds: float = 120.0,
 ) -> Verifiers:
     """Return the tasks of a verifiers taskset (verifiers 0.4), with the environment that goes with them.
@@ -96,7 +99,7 @@ class Verifiers:
         empty = [{"role": "user", "content": ""}]
         return [{"prompt": row["prompt"] or empty, "task": json.dumps(row["task"])} for row in answer["tasks"]]
 
-    def dataset(self, size: int | None = None) -> Any:
+    def dataset(self, size: int | None = None) -> Dataset:
         """Return the rows of `rows` as a `datasets.Dataset`."""
         from datasets import Dataset
 
@@ -118,7 +121,7 @@ class VerifiersEpisode:
         self._address = address
         self._connection: Connection | None = None
 
-    async def reset(self, row: Mapping[str, Any]) -> str | list[Message] | None:
+    async def reset(self, row: Row) -> str | list[Message] | None:
         """Begin the row's task, and return what verifiers asks the model beyond the row's prompt."""
         name = "The verifiers process"
         self._connection = await Connection.open(f"ws://{self._address}/episode", name, CONNECT_SECONDS)
@@ -182,7 +185,7 @@ class _Process:
         ConfigError: the process cannot be started, did not start in time, or cannot play the taskset.
     """
 
-    def __init__(self, taskset: str, python: str, env: Mapping[str, Any], seconds: float) -> None:
+    def __init__(self, taskset: str, python: str, env: Mapping[str, object], seconds: float) -> None:
         try:
             self._process = subprocess.Popen(
                 [python, str(PROCESS)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
@@ -210,7 +213,7 @@ class _Process:
             )
         self.address = f"127.0.0.1:{answer['port']}/{secret}"
 
-    def _started(self, settings: dict[str, Any], seconds: float) -> dict[str, Any] | None:
+    def _started(self, settings: dict[str, object], seconds: float) -> dict[str, Any] | None:
         """Send the settings to the process, and return the JSON object that it prints first.
 
         None if the process ended or `seconds` passed without one.

@@ -6,10 +6,9 @@ import asyncio
 import inspect
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from ..loop import Outcome
+from ..loop import Outcome, ToolCoroutine
 from .threads import taking_this_device
 
 
@@ -31,9 +30,9 @@ class DaemonLoop:
 
 
 def gathered(
-    coroutines: Sequence[tuple[str, Coroutine[Any, Any, Any]]],
+    coroutines: Sequence[tuple[str, ToolCoroutine]],
     timeout: float,
-    shown: Callable[[Any], Any],
+    shown: Callable[[object], object],
     done: Callable[[Outcome], None],
     loop: asyncio.AbstractEventLoop,
     slots: asyncio.Semaphore,
@@ -67,7 +66,7 @@ def gathered(
     return abandon
 
 
-def _close_unstarted(coroutines: Sequence[tuple[str, Coroutine[Any, Any, Any]]]) -> None:
+def _close_unstarted(coroutines: Sequence[tuple[str, ToolCoroutine]]) -> None:
     for _, coroutine in coroutines:
         if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
             coroutine.close()
@@ -76,9 +75,9 @@ def _close_unstarted(coroutines: Sequence[tuple[str, Coroutine[Any, Any, Any]]])
 async def _one(
     slots: asyncio.Semaphore,
     name: str,
-    coroutine: Coroutine[Any, Any, Any],
+    coroutine: ToolCoroutine,
     timeout: float,
-    shown: Callable[[Any], Any],
+    shown: Callable[[object], object],
 ) -> Outcome:
     async with slots:  # at once where one is free, so that nothing changes the order of starts
         started = time.perf_counter()
@@ -106,7 +105,7 @@ async def _one(
             return Outcome(error=unshowable, seconds=seconds)
 
 
-async def _ended(coroutine: Coroutine[Any, Any, Any]) -> tuple[Any, BaseException | None]:
+async def _ended(coroutine: ToolCoroutine) -> tuple[object, BaseException | None]:
     """Await a coroutine, and return its result and the exception that it raised; one of the two is None.
 
     A task that raised SystemExit or KeyboardInterrupt would end the event loop, with all tools on it.

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,7 +26,7 @@ from trlx_hybrid.episodes.answers import UnshowableError
 from trlx_hybrid.episodes.excerpt import CHARACTERS
 from trlx_hybrid.interprocess import plain_data, process_tree, remote_errors
 
-from ..loop import Outcome
+from ..loop import Outcome, Tool
 from . import worker_process
 from .threads import ToolCall, ToolWorkers
 from .worker_process import ANSWER_BYTES, FUNCTIONS, PLAIN, TooLongError, receive, send
@@ -59,10 +59,10 @@ class ProcessWorkers(ToolWorkers):
         self._characters = characters
         self._free: list[WorkerProcess] = []
         self._serving: dict[ToolCall, WorkerProcess] = {}
-        self._pickled: dict[int, tuple[Callable[..., Any], bytes]] = {}  # by id; the function is held: ids are reused
+        self._pickled: dict[int, tuple[Tool, bytes]] = {}  # by id; the function is held: ids are reused
         self._pickling = threading.Lock()
 
-    def refuses(self, function: Callable[..., Any], name: str | None = None) -> str | None:
+    def refuses(self, function: Tool, name: str | None = None) -> str | None:
         """Return why a function cannot run in a process, and what to do; None if it can.
 
         It cannot if it is a method of an object, is asynchronous, or cannot be pickled.
@@ -165,7 +165,7 @@ class ProcessWorkers(ToolWorkers):
             process.kill()
         return lost
 
-    def _pickle(self, function: Callable[..., Any]) -> bytes:
+    def _pickle(self, function: Tool) -> bytes:
         """Return the function's pickle, which is made at its first call and kept."""
         with self._pickling:
             known = self._pickled.get(id(function))
@@ -330,7 +330,7 @@ def _answer_in(body: bytes) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def by_value_if_needed(function: Callable[..., Any]) -> Iterator[None]:
+def by_value_if_needed(function: Tool) -> Iterator[None]:
     """Have cloudpickle send the function's module by value, within this context, if a process could not import it.
 
     The module of a test is an example. cloudpickle does so by itself for `__main__` only.
@@ -379,7 +379,7 @@ def _here(folders: Iterable[str]) -> bool:
     return any(os.path.dirname(os.path.realpath(folder)) == here for folder in folders)
 
 
-def innermost(function: Callable[..., Any]) -> Callable[..., Any]:
+def innermost(function: Tool) -> Tool:
     """Return the function inside nested `functools.partial` objects."""
     while isinstance(function, functools.partial):
         function = function.func

@@ -11,22 +11,24 @@ import math
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import TypeVar
 
 from trlx_hybrid.episodes.answers import as_content
 from trlx_hybrid.episodes.excerpt import excerpt
 from trlx_hybrid.errors import ConfigError, did_you_mean
 
-from ..loop import CallTool, Outcome
+from ..loop import CallTool, Outcome, Tool, ToolCoroutine
 from ..options import Mode, MultiTurnOptions
 from .event_loop import DaemonLoop, gathered
 from .processes import ProcessWorkers
 from .threads import ThreadWorkers, ToolCall, performed
 
 logger = logging.getLogger(__name__)
+
+Content = TypeVar("Content")
 
 GRACE = 10.0  # seconds after a deadline in which an event loop should have reported it
 BOUND_TO_A_THREAD = (  # errors that libraries raise in the wrong thread: module, text
@@ -100,8 +102,8 @@ class ToolRunner:
 
     def check(
         self,
-        tools: Mapping[str, Callable[..., Any]],
-        others: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+        tools: Mapping[str, Tool],
+        others: Mapping[str, Tool] = MappingProxyType({}),
         asynchronous: Collection[str] = (),
     ) -> None:
         """Raise ConfigError for tools that cannot run where they are configured to run, before anything is sampled.
@@ -130,13 +132,14 @@ class ToolRunner:
                 f"{did_you_mean(name, names)} Tools: {', '.join(sorted(names)) or 'none'}.{elsewhere}"
             )
 
-    def shown(self, result: Any) -> Any:
+    def shown(self, result: object) -> object:
         """Return what the model is shown of a tool's result: a text or a list of content blocks, cut if too long."""
         return self.cut(as_content(result))
 
-    def cut(self, answer: Any) -> Any:
+    def cut(self, answer: Content) -> Content:
         """Return a text or a list of content blocks, cut with a note if it is longer than the option `max_answer`."""
-        return excerpt(answer, self._options.max_answer)
+        kept: Content = excerpt(answer, self._options.max_answer)
+        return kept
 
     @property
     def busy(self) -> int:
@@ -152,9 +155,9 @@ class ToolRunner:
     async def call(
         self,
         name: str,
-        tool: Callable[..., Any],
-        arguments: Mapping[str, Any],
-        early: Callable[[Any], None] | None = None,
+        tool: Tool,
+        arguments: Mapping[str, object],
+        early: Callable[[object], None] | None = None,
         owner: object = None,
     ) -> Outcome:
         """Make one synchronous call; the outcome's value is what the model is to be shown.
@@ -173,7 +176,7 @@ class ToolRunner:
         if owner is not None and any(stuck is owner for _, stuck in self._stuck):
             return Outcome(error=RuntimeError(f"{name} was not called: an earlier call is still running."))
 
-        def shown() -> Any:
+        def shown() -> object:
             value = self.shown(tool(**arguments))
             if early is not None:
                 early(value)
@@ -190,7 +193,7 @@ class ToolRunner:
         self._count(name, outcome)
         return outcome
 
-    async def _in_a_thread(self, name: str, function: Callable[[], Any], kind: str, owner: object = None) -> Outcome:
+    async def _in_a_thread(self, name: str, function: Callable[[], object], kind: str, owner: object = None) -> Outcome:
         """Make one call in a thread of the pool, or in the trainer's own thread if `kind` runs there.
 
         A function that raises that it belongs to another thread is called again in the trainer's thread, where TRL runs
@@ -240,9 +243,9 @@ class ToolRunner:
 
     async def together(
         self,
-        coroutines: Sequence[tuple[str, Coroutine[Any, Any, Any]]],
+        coroutines: Sequence[tuple[str, ToolCoroutine]],
         loop: asyncio.AbstractEventLoop | None,
-        shown: Callable[[Any], Any] | None = None,
+        shown: Callable[[object], object] | None = None,
     ) -> list[Outcome]:
         """Make asynchronous calls at once, and return their outcomes in order when all are over.
 
@@ -278,8 +281,8 @@ class ToolRunner:
         self,
         kind: str,
         name: str,
-        method: Callable[..., Any],
-        arguments: tuple[Any, ...],
+        method: Tool,
+        arguments: tuple[object, ...],
         loop: asyncio.AbstractEventLoop | None,
     ) -> Outcome:
         """Make one call of an environment's method; the outcome's value is the method's result, unchanged.
@@ -319,7 +322,7 @@ class ToolRunner:
             self._own_loop.close()
 
 
-def call_here(function: Callable[[], Any], done: Callable[[Outcome], None]) -> Callable[[str], None]:
+def call_here(function: Callable[[], object], done: Callable[[Outcome], None]) -> Callable[[str], None]:
     """Call a function in the trainer's thread. SystemExit and KeyboardInterrupt are raised, for they are the user's.
 
     Args:

@@ -16,7 +16,7 @@ from typing import Any
 
 from trlx_hybrid.errors import HybridError
 
-from ..loop import Outcome
+from ..loop import Outcome, Tool
 
 CLOSE_SECONDS = 5.0  # that `close` waits for threads that have nothing left to do
 
@@ -43,8 +43,8 @@ class ToolCall:
         settled: whether the outcome is known and was reported.
     """
 
-    function: Callable[..., Any]
-    arguments: Mapping[str, Any]
+    function: Tool
+    arguments: Mapping[str, object]
     done: Callable[[Outcome], None]
     deadline: float
     name: str
@@ -117,8 +117,8 @@ class ToolWorkers:
 
     def submit(
         self,
-        function: Callable[..., Any],
-        arguments: Mapping[str, Any],
+        function: Tool,
+        arguments: Mapping[str, object],
         done: Callable[[Outcome], None],
         deadline: float,
         *,
@@ -185,7 +185,7 @@ class ToolWorkers:
         """Make the call in the current thread, one of the pool's, and return its outcome. Called without the lock."""
         raise NotImplementedError
 
-    def refuses(self, function: Callable[..., Any], name: str) -> str | None:
+    def refuses(self, function: Tool, name: str) -> str | None:
         """Return why the pool cannot call this function, and what to do; None if it can. May be slow.
 
         Args:
@@ -286,7 +286,7 @@ class ToolWorkers:
         return True
 
 
-def performed(function: Callable[[], Any], catching: type[BaseException]) -> Outcome:
+def performed(function: Callable[[], object], catching: type[BaseException]) -> Outcome:
     """Call a function in the current thread, and return its result or exception with its times as an outcome.
 
     Exceptions that are not of the class `catching` are raised.
@@ -334,7 +334,7 @@ class ThreadWorkers(ToolWorkers):
         """Return whether a call passed its deadline and still has not returned."""
         return call in self._hung
 
-    def refuses(self, function: Callable[..., Any], name: str) -> str | None:
+    def refuses(self, function: Tool, name: str) -> str | None:
         """Return why no function is called now: more than `lost_limit` threads hang. None while that is not so."""
         return f"{name!r} is not called: {self._too_many()}" if len(self._hung) > self._lost_limit else None
 

@@ -175,10 +175,11 @@ class Worker:
 @functools.lru_cache(FUNCTIONS)
 def loaded(pickled: bytes) -> Callable[..., Any]:
     """Return the unpickled function. The same pickle gives the same object, as long as it is one of the last used."""
-    return pickle.loads(pickled)  # type: ignore[no-any-return]
+    function: Callable[..., Any] = pickle.loads(pickled)
+    return function
 
 
-def _packed(kind: str, content: Any) -> bytes:
+def _packed(kind: str, content: object) -> bytes:
     from trlx_hybrid.interprocess import plain_data  # here: where it lies is known from the trainer's path
 
     # The content is dumped by itself, so that an error names a part of it.

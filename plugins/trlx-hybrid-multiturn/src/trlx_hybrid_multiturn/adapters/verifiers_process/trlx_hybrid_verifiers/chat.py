@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from aiohttp import ClientSession, ClientTimeout
-from verifiers.v1.configs.harness import HarnessConfig  # type: ignore[import-not-found]
+from verifiers.v1 import Harness, HarnessConfig, ProgramResult  # type: ignore[import-not-found]
 from verifiers.v1.dialects.chat import message_to_wire  # type: ignore[import-not-found]
-from verifiers.v1.harness import Harness  # type: ignore[import-not-found]
-from verifiers.v1.runtimes import ProgramResult  # type: ignore[import-not-found]
 
 
 class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
@@ -22,14 +20,14 @@ class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
     async def launch(
         self,
         ctx: Any,
-        trace: Any,
-        runtime: Any,
+        trace: object,
+        runtime: object,
         endpoint: str,
         secret: str,
         mcp_urls: dict[str, str],
         data: Any,
-        **given: Any,
-    ) -> Any:
+        **given: object,
+    ) -> ProgramResult:
         """Ask the model for a reply to the conversation so far. verifiers calls this once per segment.
 
         Args:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-Message = dict[str, Any]
+JsonObject = dict[str, Any]
+Message = JsonObject
 
 
 class NotPlayableError(Exception):
@@ -34,7 +35,7 @@ class ServedEpisode:
 
     # --- the trainer's side -----------------------------------------------------------------------------------------
 
-    async def go_on(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
+    async def go_on(self, kind: str, data: JsonObject) -> JsonObject:
         """Begin the episode or pass on the model's reply, then wait for new messages or the end.
 
         Args:
@@ -73,7 +74,7 @@ class ServedEpisode:
         for trace in self._traces:
             self._episodes.pop(trace, None)
 
-    async def _play(self, data: dict[str, Any]) -> Any:
+    async def _play(self, data: JsonObject) -> Any:
         env = self._env
         task = type(env.taskset).task_type()
         (slot,) = env.slots(task(task.data_type().model_validate(data), env.config.taskset.task))
@@ -83,7 +84,7 @@ class ServedEpisode:
         self._traces[trace.id] = trace
         self._episodes[trace.id] = self
 
-    def _ended(self, episode: Any) -> dict[str, Any]:
+    def _ended(self, episode: Any) -> JsonObject:
         if self._refusal is not None:
             raise self._refusal
         trace = self._traces.get(self._policy or "")
@@ -96,7 +97,7 @@ class ServedEpisode:
 
     # --- verifiers' side --------------------------------------------------------------------------------------------
 
-    async def reply(self, trace: str, body: dict[str, Any]) -> str:
+    async def reply(self, trace: str, body: JsonObject) -> str:
         """Return the model's reply to a chat request, once the trainer has sent it.
 
         Args:
@@ -117,7 +118,7 @@ class ServedEpisode:
         self._said += [*new, {"role": "assistant", "content": text}]
         return text
 
-    def _new(self, trace: str, body: dict[str, Any]) -> list[Message]:
+    def _new(self, trace: str, body: JsonObject) -> list[Message]:
         """Return the messages of a request that follow the conversation so far, the model's replies included.
 
         Raises:

@@ -12,15 +12,14 @@ import itertools
 import json
 import time
 from collections.abc import Callable
-from typing import Any
 
 from aiohttp import web
-from verifiers.v1.clients import EvalClientConfig, ModelContext  # type: ignore[import-not-found]
+from verifiers.v1 import EvalClientConfig, ModelContext  # type: ignore[import-not-found]
 from verifiers.v1.configs.agent import agent_config_fields  # type: ignore[import-not-found]
 from verifiers.v1.utils import loaders  # type: ignore[import-not-found]
 
 from .chat import as_messages
-from .episode import NotPlayableError, ServedEpisode
+from .episode import JsonObject, NotPlayableError, ServedEpisode
 
 HARNESS = __package__  # as verifiers finds it
 
@@ -39,7 +38,7 @@ class Server:
         context: verifiers' model context, whose requests come to this server; set by `serve`.
     """
 
-    def __init__(self, taskset: str, env: dict[str, Any], secret: str) -> None:
+    def __init__(self, taskset: str, env: JsonObject, secret: str) -> None:
         settings = {**env, "taskset": {**env.get("taskset", {}), "id": taskset}}
         defaults = loaders.env_config_type(taskset, settings.get("id", ""))()
         # verifiers' default harness runs commands in a remote sandbox; here agents hold conversations, on this machine.
@@ -123,7 +122,7 @@ class Server:
         )
 
 
-async def _answer(socket: web.WebSocketResponse, episode: ServedEpisode, asked: dict[str, Any]) -> None:
+async def _answer(socket: web.WebSocketResponse, episode: ServedEpisode, asked: JsonObject) -> None:
     try:
         answer = {"type": "observation", "data": await episode.go_on(asked["type"], asked["data"])}
     except NotPlayableError as error:

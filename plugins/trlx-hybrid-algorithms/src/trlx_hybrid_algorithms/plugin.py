@@ -45,7 +45,8 @@ def _advantages(name: str) -> Any:
     def make(session: Run, options: object) -> Algorithm:
         from . import advantages
 
-        return getattr(advantages, name)()  # type: ignore[no-any-return]
+        algorithm: Algorithm = getattr(advantages, name)()
+        return algorithm
 
     return make
 

@@ -48,7 +48,8 @@ class DynamicSampling(Algorithm):
             rewards = groups.rewards if self._each else groups.totals.unsqueeze(-1)
         highest = rewards.nan_to_num(nan=float("-inf")).amax(dim=1)
         lowest = rewards.nan_to_num(nan=float("inf")).amin(dim=1)
-        return (highest > lowest).any(dim=-1).tolist()  # type: ignore[no-any-return]
+        differ: list[bool] = (highest > lowest).any(dim=-1).tolist()
+        return differ
 
     def note(self) -> str:
         """Return a line for the report: the number of rounds and the oversampling."""

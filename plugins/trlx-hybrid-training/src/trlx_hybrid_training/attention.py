@@ -44,7 +44,7 @@ def packing() -> Iterator[None]:
         _packing.reset(token)
 
 
-def mask(**kwargs: Any) -> Tensor | None:
+def mask(**kwargs: object) -> Tensor | None:
     """Return the attention mask for transformers: None inside `packing`, else that of "sdpa"."""
     return None if _packing.get() else sdpa_mask(**kwargs)
 
@@ -63,7 +63,7 @@ def attention(
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each segment, and to the prefix that it shares with another segment.
 
@@ -94,7 +94,8 @@ def attention(
         if _packing.get():
             raise NotImplementedError("its layers pass on no arguments of the attention")
         given = query, key, value, attention_mask
-        return sdpa_attention_forward(module, *given, dropout=dropout, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
+        plain: tuple[Tensor, None] = sdpa_attention_forward(module, *given, dropout=dropout, scaling=scaling, **kwargs)
+        return plain
     for name in ("position_bias", "s_aux", "sliding_window", "softcap"):
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"its attention takes {name}")
@@ -202,7 +203,8 @@ def _varlen(
         k, v = (torch.cat([t for parts in _attended(x, segments, prefixes, dim=0) for t in parts]) for x in (k, v))
     q, k, v = (tensor.contiguous() for tensor in (q, k, v))
     out: Any = varlen_attn(q, k, v, *ends, *longest, scale=scaling, window_size=(-1, 0), **_grouped())
-    return out[None]  # type: ignore[no-any-return]
+    packed: Tensor = out[None]
+    return packed
 
 
 @functools.cache

@@ -66,6 +66,7 @@ Importing this module imports PEFT.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -114,7 +115,7 @@ def served(model: nn.Module) -> str:
     return f"{said}; {unserved[0][0]} as in PEFT: {unserved[0][1]}" if unserved else said
 
 
-def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def forward(self: Linear, x: Tensor, *args: object, **kwargs: object) -> Tensor:
     """Compute a LoRA layer's output, in place of `peft.tuners.lora.Linear.forward`.
 
     It calls PEFT's for what this module does not compute, such as a merged or disabled adapter.
@@ -134,9 +135,10 @@ def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         weight, bias, a, b, scaling, drop = parts
         dtype = _dtype(x, weight, a, b)
         if dtype is not None:
-            out: Tensor = _LowRank.apply(x, weight, bias, a, b, scaling, drop, dtype)  # type: ignore[no-untyped-call]
-            return out
-    return Linear.forward(self, x, *args, **kwargs)  # type: ignore[no-any-return]
+            compute: Callable[..., Tensor] = _LowRank.apply
+            return compute(x, weight, bias, a, b, scaling, drop, dtype)
+    out: Tensor = Linear.forward(self, x, *args, **kwargs)
+    return out
 
 
 class _LowRank(torch.autograd.Function):
@@ -238,7 +240,7 @@ def _unserved_type(layer: BaseTunerLayer) -> str | None:
     return None
 
 
-def _parts(layer: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float, float] | str:
+def _parts(layer: BaseTunerLayer) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float, float] | str:
     """Return W, bias, A, B and scaling of the one active adapter, and the dropout probability of its input.
 
     Returns the reason instead where this layer, as it is now, does not compute what `_LowRank` does. It is called in
@@ -281,6 +283,7 @@ def _held(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
     tensors in their place are they looked up by attribute.
     """
     held, own = linear._parameters, linear.__dict__
-    if "weight" in held and "bias" in held and "weight" not in own and "bias" not in own:
-        return held["weight"], held["bias"]  # type: ignore[return-value]
+    weight = held.get("weight")
+    if weight is not None and "bias" in held and "weight" not in own and "bias" not in own:
+        return weight, held["bias"]
     return linear.weight, linear.bias

@@ -15,7 +15,7 @@ from .attention import kernel_on, kernel_takes, loaded_with
 from .micro_batches import PADDING, RowLengths
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
     from trlx_hybrid.contract.protocols import Run
 
 IGNORED = -100
@@ -158,7 +158,7 @@ def refused(session: Run) -> str | None:
     return _refused_layers(model, config)
 
 
-def _refused_layers(model: PreTrainedModel, config: Any) -> str | None:
+def _refused_layers(model: PreTrainedModel, config: PretrainedConfig) -> str | None:
     others = sorted(layer_kinds(config) - {"full_attention"})
     if others:
         return f"its layers are {' and '.join(others)}"
@@ -186,7 +186,7 @@ def attention_name(session: Run) -> str:
     return "torch's kernel for ragged rows" if half and fits and kernel_on(policy.device) else "sdpa, row by row"
 
 
-def head_sizes(config: Any) -> tuple[int, int]:
+def head_sizes(config: PretrainedConfig) -> tuple[int, int]:
     """Return the size of a query head and of a value head, from the config of a language model."""
     known = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
     size = known or config.hidden_size // config.num_attention_heads

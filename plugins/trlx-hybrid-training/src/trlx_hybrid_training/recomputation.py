@@ -246,12 +246,12 @@ def _counting(layer: nn.Module) -> Iterator[dict[int, int]]:
     own: set[int] = set()
     counting = saved_tensors_hooks(lambda tensor: _count(tensor, storages, own), lambda tensor: tensor)
 
-    def before(*_: Any) -> None:
+    def before(*_: object) -> None:
         own.update(p.untyped_storage().data_ptr() for p in layer.parameters() if not is_sharded(p))
-        counting.__enter__()  # type: ignore[no-untyped-call]
+        counting.__enter__()
 
-    def after(*_: Any) -> None:
-        counting.__exit__()  # type: ignore[no-untyped-call]
+    def after(*_: object) -> None:
+        counting.__exit__()
 
     handles = [layer.register_forward_pre_hook(before), layer.register_forward_hook(after, always_call=True)]
     try:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from .packing import Pack, attention_name, refused, takes_prefixes
 from .recomputation import Recomputation
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
     from trlx_hybrid.contract.protocols import Run
 
     from .options import PackedOptions
@@ -40,6 +41,10 @@ class Packed(Scoring):
 
     Attributes:
         padded_because: why rows are scored with padding, as TRL does; None where they are packed.
+        balanced: whether `micro_batches` chooses which rows are trained together. It does so only where rows are
+            packed, because padded rows take the same memory in any micro-batch.
+        joins: whether `joined` may put several micro-batches in one pass. It may once the policy's first rows have
+            shown that packed rows are scored like padded ones.
         recomputation: decides which layers are recomputed in the backward pass; None without `adaptive_checkpointing`.
     """
 
@@ -47,12 +52,13 @@ class Packed(Scoring):
 
     def __init__(self, session: Run, options: PackedOptions) -> None:
         self._session = session
-        self.deferred, self._balances = options.deferred, options.balanced
+        self.deferred = options.deferred
         self.padded_because: str | None = refused(session) if options.packing else "packing=False"
+        self.balanced = options.balanced and self.padded_because is None
         self._attention = "" if self.padded_because else attention_name(session)
         self._shares = options.shared_prompts and self.padded_because is None and takes_prefixes(session)
         self._compared: set[int] = set()
-        self._chosen: dict[int, tuple[Any, str]] = {}  # by model: its config, and the attention that this named before
+        self._chosen: dict[int, tuple[PretrainedConfig, str]] = {}  # by model: its config, and the attention it named
         if self.padded_because is None:
             attention.register()
         compiled = getattr(session.args, "torch_compile", False)  # it would recompile each layer that changes
@@ -76,14 +82,6 @@ class Packed(Scoring):
     def _choosing(self, tokens: int, copied: int = 0) -> AbstractContextManager[None]:
         return nullcontext() if self.recomputation is None else self.recomputation.chosen(tokens, copied)
 
-    @property
-    def balanced(self) -> bool:  # type: ignore[override]
-        """True where `micro_batches` chooses which rows to train together.
-
-        It does so only where rows are packed: padded ones take the same memory in any micro-batch.
-        """
-        return self._balances and self.padded_because is None
-
     def micro_batches(self, prompts: Tensor, tokens: Sequence[int], count: int) -> list[list[int]]:
         """Split the rows of an optimizer step into `count` micro-batches of equally many rows; return row numbers.
 
@@ -96,14 +94,6 @@ class Packed(Scoring):
         if not self._shares:
             return equal_tokens(tokens, count)
         return fewest_tokens(RowLengths.of(prompts.cpu(), tokens), count)
-
-    @property
-    def joins(self) -> bool:  # type: ignore[override]
-        """True where `joined` may put several micro-batches in one pass.
-
-        It may once the first comparison has shown that packed rows are scored like padded ones.
-        """
-        return self._joins and self.padded_because is None and id(self._session.policy.base) in self._compared
 
     def joined(self, tokens: Sequence[int]) -> int:
         """Return how many of the next micro-batches one pass can compute without recomputing a layer; at least 1.
@@ -122,6 +112,8 @@ class Packed(Scoring):
                 self._chosen[id(rows.model)] = rows.model.config, before
             if id(rows.model) not in self._compared:
                 self._prepare(rows)
+                self.balanced = self.balanced and self.padded_because is None
+                self.joins = self._joins and id(self._session.policy.base) in self._compared
         known = self.padded_because is None and id(rows.model) in self._compared
         packs = self._packs(rows, WORTH) if known else None
         if packs is not None:

@@ -12,7 +12,7 @@ import json
 import operator
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from .wire import BASES, Channel, decode, dump, encode
 
@@ -42,7 +42,7 @@ class Peer:
         self.channel = channel
         self.names = names
         self.asked = 0  # requests of this end
-        self._held: dict[int, Any] = {}  # objects that the other end knows by a number
+        self._held: dict[int, object] = {}  # objects that the other end knows by a number
         self._exceptions: dict[int, type[BaseException]] = {}
 
     def ask(self, operation: str, *given: Any, **named: Any) -> Any:
@@ -92,7 +92,7 @@ class Peer:
             before(operation)
             self._answer(token, operation, given, named)
 
-    def _answer(self, token: str, operation: str, given: Any, named: Any) -> None:
+    def _answer(self, token: str, operation: str, given: list[object], named: object) -> None:
         try:
             values, keywords = self._decode(given), self._decode(named)
             value = self._do(operation, values, keywords)
@@ -150,11 +150,11 @@ class Peer:
             return {"exception": [number, value.__name__, base.__name__]}
         return {"object": [number, self._content(value)]}
 
-    def _hold(self, value: Any) -> int:
+    def _hold(self, value: object) -> int:
         self._held[id(value)] = value  # which keeps it alive, so no other has its number
         return id(value)
 
-    def _content(self, value: Any) -> list[Any]:
+    def _content(self, value: object) -> list[object]:
         """Return a list with the content of an object of a class that derives from a plain type (see `wire`), encoded
         as that type.
 
@@ -183,7 +183,7 @@ class Peer:
             return Remote(self, number[0], [self._decode(part) for part in number[1]])
         raise EOFError(f"no value: {kind}")
 
-    def _error(self, kind: Any, given: Any) -> BaseException:
+    def _error(self, kind: object, given: object) -> BaseException:
         made, arguments = self._decode(kind), self._decode(given)
         if not (isinstance(made, type) and issubclass(made, BaseException)):
             return EOFError("no exception")
@@ -192,7 +192,7 @@ class Peer:
         return error
 
 
-def refuse(value: Any) -> Any:
+def refuse(value: object) -> NoReturn:
     """Raise TypeError. It is passed to `encode` as `number` where all values have to be plain."""
     raise TypeError(type(value).__name__)
 
@@ -248,7 +248,7 @@ class Remote:
 
     __slots__ = ("_content", "_heard", "_number", "_peer")
 
-    def __init__(self, peer: Peer, number: int, content: list[Any]) -> None:
+    def __init__(self, peer: Peer, number: int, content: list[object]) -> None:
         for name, value in zip(self.__slots__, (content, False, number, peer), strict=True):
             object.__setattr__(self, name, value)
 
@@ -261,7 +261,7 @@ class Remote:
             raise AttributeError(f"the program's object has no {name!r} that counts: it is no plain value")
         return asked(self, "getattr", name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         asked(self, "setattr", name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -276,10 +276,10 @@ class Remote:
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    def __contains__(self, item: Any) -> bool:
+    def __contains__(self, item: object) -> bool:
         return any(item is found or item == found for found in self)
 
-    def __instancecheck__(self, value: Any) -> bool:
+    def __instancecheck__(self, value: object) -> bool:
         return type(value) is Remote and bool(asked(value, "isinstance", self))
 
     def __iter__(self) -> Any:
@@ -289,7 +289,7 @@ class Remote:
         return asked(self, "next")
 
 
-def asked(of: Any, operation: str, *given: Any, **named: Any) -> Any:
+def asked(of: Remote, operation: str, *given: object, **named: object) -> Any:
     """Have the other process carry out an operation on one of its objects, and return the result.
 
     Args:
@@ -308,7 +308,7 @@ def asked(of: Any, operation: str, *given: Any, **named: Any) -> Any:
     return heard_plain(found) if heard and type(found) is Remote else found
 
 
-def heard_plain(found: Any) -> Any:
+def heard_plain(found: Remote) -> Remote:
     """Mark the result of an operator on a program's object and a plain value, and return it.
 
     The program has seen the plain value, and could return whatever makes the test pass. So a marked object cannot be
@@ -321,20 +321,20 @@ def heard_plain(found: Any) -> Any:
     return found
 
 
-def plain(value: Any) -> list[Any]:
+def plain(value: Remote) -> list[Any]:
     """Return a list with the plain content of the object that a `Remote` stands for; [] if its class derives from no
     plain type."""
     found: list[Any] = object.__getattribute__(value, "_content")
     return found
 
 
-def converting(name: str) -> Callable[..., Any]:
+def converting(name: str) -> Callable[..., object]:
     """Return a special method for `Remote` that has the other process carry out an operation, such as "len" for
     `__len__`."""
     return lambda self, *given: asked(self, name, *given)
 
 
-def operating(name: str, reflected: bool = False) -> Callable[..., Any]:
+def operating(name: str, reflected: bool = False) -> Callable[..., object]:
     """Return a special method for `Remote` that implements an operator with two operands.
 
     If the other operand is plain and the object has a plain content, the operator is applied to that content, in this
@@ -345,7 +345,7 @@ def operating(name: str, reflected: bool = False) -> Callable[..., Any]:
         reflected: whether this object is the right operand, as in `__radd__`.
     """
 
-    def method(self: Any, other: Any) -> Any:
+    def method(self: Remote, other: object) -> object:
         if type(other) is Remote:
             return asked(self, name, other)
         pair = [plain(self)[0] if plain(self) else self, other]

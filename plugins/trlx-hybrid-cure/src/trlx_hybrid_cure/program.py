@@ -13,7 +13,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
@@ -170,7 +170,7 @@ def named(peer: Peer, name: str) -> Any:
     return found[name]
 
 
-def refuse_other_meanings(found: dict[str, Any], modules: set[str]) -> None:
+def refuse_other_meanings(found: Mapping[str, object], modules: set[str]) -> None:
     """Raise NameError if a program redefines a name of Python that the test uses: with its own `abs`, a wrong result
     could pass.
 

@@ -16,11 +16,13 @@ import select
 import sys
 import time
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
+Conversion = Callable[[Any], Any]
 LARGEST = 64 << 20  # bytes of a frame
 MODULES = sys.stdlib_module_names - {"unittest"}  # unittest.mock.ANY is equal to everything
-COPIED: dict[str, Callable[[Any], Any]] = {
+COPIED: dict[str, Conversion] = {
     "collections.Counter": lambda value: [dict(value)],
     "collections.OrderedDict": lambda value: [list(value.items())],
     "collections.defaultdict": lambda value: [None, dict(value)],
@@ -33,7 +35,7 @@ COPIED: dict[str, Callable[[Any], Any]] = {
 }
 """Types of the standard library whose values are copied, too, each with a function that returns the constructor
 arguments for the copy."""
-BY_PARTS: dict[type, Callable[[Any], Any]] = {
+BY_PARTS: dict[type, Conversion] = {
     tuple: list,
     set: list,
     frozenset: list,
@@ -49,7 +51,7 @@ OF_PARTS: dict[str, Callable[[list[Any]], Any]] = {
     "range": lambda parts: range(*parts),
     "slice": lambda parts: slice(*parts),
 }
-BASES: dict[type, Callable[[Any], Any]] = {
+BASES: dict[type, Conversion] = {
     int: int.__int__,
     float: float.__float__,
     str: str.__str__,
@@ -127,7 +129,7 @@ class Channel:
                 raise TimeoutError
 
 
-def encode(value: Any, number: Callable[[Any], Any]) -> Any:
+def encode(value: Any, number: Conversion) -> Any:
     """Return `value` as objects that `json.dumps` accepts; `decode` reverses it.
 
     Args:
@@ -188,10 +190,10 @@ def decode(said: Any, numbered: Callable[[str, Any], Any]) -> Any:
     return numbered(kind, parts)
 
 
-def is_module(value: Any) -> bool:
+def is_module(value: object) -> bool:
     """Return whether `value` is a standard-library module. Such a module is sent by its name, and imported by the
     receiver."""
-    return type(value) is type(sys) and value.__name__.partition(".")[0] in MODULES
+    return type(value) is ModuleType and value.__name__.partition(".")[0] in MODULES
 
 
 def standard(name: str) -> Any:
@@ -200,6 +202,6 @@ def standard(name: str) -> Any:
     return getattr(importlib.import_module(module), kind)
 
 
-def dump(value: Any) -> bytes:
+def dump(value: object) -> bytes:
     """Return objects that JSON can hold as JSON text, encoded in bytes."""
     return json.dumps(value).encode()

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+
+from .record import JsonObject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ NOT_DRAWN = ("epoch", "step", "total_flos", "train_*", "eval_runtime", "*_per_se
 Series = dict[str, dict[int, float | None]]  # by name, the value at each step
 
 
-def curves(logs: Sequence[tuple[int, dict[str, Any]]]) -> dict[str, Series]:
+def curves(logs: Sequence[tuple[int, JsonObject]]) -> dict[str, Series]:
     """Group the logged metrics into charts.
 
     The charts of `FIRST` come first. The metrics that these do not show share a chart with others of the same prefix,

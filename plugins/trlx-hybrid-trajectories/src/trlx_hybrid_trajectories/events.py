@@ -6,14 +6,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trlx_hybrid.errors import ConfigError, HybridError
 
-from .record import OptionalLines, as_json_number
+from .record import JsonObject, OptionalLines, as_json_number
 
 if TYPE_CHECKING:
     from trlx_hybrid.contract.protocols import Run
@@ -77,7 +77,7 @@ class EventLog:
         self.write("start", rank=rank, world=session.ranks.world, **facts)
         self.now("setup", session)
 
-    def write(self, event: str, **fields: Any) -> None:
+    def write(self, event: str, **fields: object) -> None:
         """Write one event. If the disk is full, the event is lost; the number of lost events is written with the next
         event.
 
@@ -87,7 +87,7 @@ class EventLog:
         """
         self._lines.add([_line({"event": event, "time": round(time.time(), 4)} | fields)])
 
-    def now(self, activity: str, session: Run, **fields: Any) -> None:
+    def now(self, activity: str, session: Run, **fields: object) -> None:
         """Record that this rank now begins an activity; the one before is over.
 
         Args:
@@ -106,7 +106,7 @@ class EventLog:
         self.write("sync", step=session.step, **figures)
         self.now("wake", session)
 
-    def logged(self, metrics: dict[str, Any], session: Run) -> None:
+    def logged(self, metrics: Mapping[str, object], session: Run) -> None:
         """Record the numbers among the metrics that the trainer logs, on rank 0 only. The metrics at the end of
         training begin the activity "idle"."""
         if session.ranks.rank == 0:
@@ -123,7 +123,7 @@ class EventLog:
         self._lines.close()
 
 
-def _line(row: dict[str, Any]) -> str:
+def _line(row: JsonObject) -> str:
     return json.dumps(row, allow_nan=False, separators=(",", ":"))
 
 
@@ -131,7 +131,7 @@ def _lost(count: int) -> str:
     return _line({"event": "lost", "time": round(time.time(), 4), "count": count})
 
 
-def _facts(session: Run) -> dict[str, Any]:
+def _facts(session: Run) -> JsonObject:
     import torch
     from trlx_hybrid.commands.doctor import installed, system
 
@@ -194,11 +194,11 @@ class Events:
         lost: how many events a full disk has lost, as far as later events could report it.
     """
 
-    starts: list[dict[str, Any]] = field(default_factory=list)
+    starts: list[JsonObject] = field(default_factory=list)
     header: list[str] = field(default_factory=list)
-    logs: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    syncs: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    held: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    logs: list[tuple[int, JsonObject]] = field(default_factory=list)
+    syncs: list[tuple[int, JsonObject]] = field(default_factory=list)
+    held: list[tuple[int, JsonObject]] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     errors: dict[int, str] = field(default_factory=dict)
     ended: bool = False
@@ -220,7 +220,7 @@ def read_events(run: Path) -> Events:
     found = Events()
     files = {int(f.stem[4:]): f for f in (run / FOLDER).glob("rank*.jsonl") if f.stem[4:].isdecimal()}
     for rank, file in sorted(files.items()):
-        starts: list[list[dict[str, Any]]] = []
+        starts: list[list[JsonObject]] = []
         for row in _rows(file, found):
             if row["event"] == "lost":
                 found.lost += int(row.get("count", 0))
@@ -229,7 +229,7 @@ def read_events(run: Path) -> Events:
                 starts.append([])
             if starts:
                 starts[-1].append(row)
-        kept: list[dict[str, Any]] = []
+        kept: list[JsonObject] = []
         for number, rows in enumerate(starts):
             found.spans += _spans(number, rank, rows)
             kept = [*_before(kept, rows), *rows]
@@ -250,7 +250,7 @@ def read_events(run: Path) -> Events:
     return found
 
 
-def _rows(file: Path, found: Events) -> Iterator[dict[str, Any]]:
+def _rows(file: Path, found: Events) -> Iterator[JsonObject]:
     try:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
@@ -267,7 +267,7 @@ def _rows(file: Path, found: Events) -> Iterator[dict[str, Any]]:
             found.broken += 1
 
 
-def _spans(start: int, rank: int, rows: list[dict[str, Any]]) -> Iterator[Span]:
+def _spans(start: int, rank: int, rows: list[JsonObject]) -> Iterator[Span]:
     """Yield one rank's spans of one start. Each lasts until the rank's next activity, and the last until its last
     event.
 
@@ -283,7 +283,7 @@ def _spans(start: int, rank: int, rows: list[dict[str, Any]]) -> Iterator[Span]:
         yield Span(begin=row["time"], end=max(end, row["time"]), **who)
 
 
-def _before(kept: list[dict[str, Any]], rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _before(kept: list[JsonObject], rows: list[JsonObject]) -> Iterator[JsonObject]:
     """Return those lines of earlier starts that still count, because a later start did not repeat their steps.
 
     Args:
@@ -297,7 +297,7 @@ def _before(kept: list[dict[str, Any]], rows: list[dict[str, Any]]) -> Iterator[
     return (r for r in kept if first is None or r.get("step", 0) < first + (r["event"] == "log"))
 
 
-def trace(events: Events, title: str) -> dict[str, Any]:
+def trace(events: Events, title: str) -> JsonObject:
     """Return the spans in the Trace Event Format, which Perfetto and chrome://tracing open, with one track per rank.
 
     Args:
@@ -308,7 +308,7 @@ def trace(events: Events, title: str) -> dict[str, Any]:
         The content of the JSON file; times are in microseconds since the first span.
     """
     origin = min((span.begin for span in events.spans), default=0.0)
-    rows: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": title}}]
+    rows: list[JsonObject] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": title}}]
     for rank in sorted({span.rank for span in events.spans}):
         rows.append({"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}})
     for span in events.spans:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+JsonObject = dict[str, Any]
+"""A JSON object, as `json.loads` returns it."""
+
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 """Values of `OSError.errno` that mean a full or failing disk, and not a mistake in the file's name."""
 
@@ -250,7 +253,7 @@ class OptionalLines:
             self._file, self._opened_by = opened(self._path), os.getpid()
         return self._file
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return vars(self) | {"_file": None}
 
     def __del__(self) -> None:
@@ -293,7 +296,7 @@ def read(path: str | os.PathLike[str], broken: list[int] | None = None) -> Itera
         raise RecordError(f"cannot read trajectories from {path}: {error.strerror}. {OTHER_FILE}") from error
 
 
-def _row(trajectory: Trajectory, texts: TokenTexts, step: int, training: bool) -> dict[str, Any]:
+def _row(trajectory: Trajectory, texts: TokenTexts, step: int, training: bool) -> JsonObject:
     prompt, completion, mask = trajectory.prompt_ids, trajectory.completion_ids, trajectory.loss_mask
     token_texts = texts.of([*prompt, *completion], [None] * len(prompt) + [bool(m) for m in mask])
     return {
@@ -418,7 +421,7 @@ class TokenTexts:
         special = {index for index, token in added.items() if getattr(token, "special", False)}
         self.special_ids: frozenset[int] = frozenset(special | set(self._tokenizer.all_special_ids))
 
-    def of(self, ids: Sequence[int], kinds: Sequence[Any]) -> list[str | None]:
+    def of(self, ids: Sequence[int], kinds: Sequence[object]) -> list[str | None]:
         """Return the text of each token; None for a token whose text is part of the text of the token before it.
 
         Byte-level tokenizers may split one character over several tokens: then the first gets the character, and the

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from trlx_hybrid.errors import HybridError
 
@@ -19,7 +18,7 @@ from .choice import TOKENS, choose
 from .curves import FIRST, Series, curves
 from .events import ACTIVITIES, FOLDER, SETTING, TRAJECTORIES, Events, Span, read_events
 from .page import article, contents, document, legend, packaged
-from .record import Recorded, RecordError, read
+from .record import JsonObject, Recorded, RecordError, read
 from .view import number, number_of, sections, visible
 
 POINTS = 2000  # of a curve, at most
@@ -47,7 +46,7 @@ def as_report(run: Path) -> str:
     if not events.starts and not logs and trajectories is None:
         raise HybridError(f"{run} holds no recording of a run. Start it with {SETTING}, and give its output_dir.")
     groups = curves(logs)
-    data: dict[str, Any] = {"charts": [], "colours": list(ACTIVITIES)}
+    data: JsonObject = {"charts": [], "colours": list(ACTIVITIES)}
     parts = [
         *_part("curves", "Curves", _curves(groups, source, data)),
         *_part("timeline", "Timeline", _timeline(events, data)),
@@ -72,7 +71,7 @@ def as_report(run: Path) -> str:
     return document(title, body, styles=styles, scripts=[plot, packaged("page.js"), packaged("report.js")])
 
 
-def _json(data: Any) -> str:
+def _json(data: object) -> str:
     """Return data as strict JSON for a script element. Each `<` is escaped, so that no text in the data can end the
     element."""
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
@@ -84,7 +83,7 @@ def _part(name: str, title: str, lines: Iterable[str]) -> Iterator[str]:
     yield "</div>"
 
 
-def _of_checkpoint(run: Path) -> tuple[list[tuple[int, dict[str, Any]]], str]:
+def _of_checkpoint(run: Path) -> tuple[list[tuple[int, JsonObject]], str]:
     """Read what the trainer logged from the newest checkpoint, for a run that has not recorded events.
 
     Args:
@@ -111,7 +110,7 @@ def _of_checkpoint(run: Path) -> tuple[list[tuple[int, dict[str, Any]]], str]:
 # --- the head -------------------------------------------------------------------------------------------------------
 
 
-def _head(title: str, run: Path, events: Events, logs: list[tuple[int, Any]]) -> Iterator[str]:
+def _head(title: str, run: Path, events: Events, logs: list[tuple[int, JsonObject]]) -> Iterator[str]:
     first = events.starts[-1] if events.starts else {}
     facts = [("status", _status(events, logs)), ("model", _model(first))]
     steps = max((step for step, _ in logs), default=None)
@@ -145,7 +144,7 @@ def _head(title: str, run: Path, events: Events, logs: list[tuple[int, Any]]) ->
     yield "</header>"
 
 
-def _status(events: Events, logs: list[tuple[int, Any]]) -> str:
+def _status(events: Events, logs: list[tuple[int, JsonObject]]) -> str:
     if not events.starts:
         return "not known"
     if events.errors:
@@ -160,7 +159,7 @@ def _status(events: Events, logs: list[tuple[int, Any]]) -> str:
     return f"running, or killed: the last event is of {_moment(last)}"
 
 
-def _model(first: dict[str, Any]) -> str:
+def _model(first: JsonObject) -> str:
     if not first:
         return ""
     trained = first["trainable_bytes"]
@@ -190,7 +189,7 @@ def _absent(text: str) -> str:
 # --- curves ---------------------------------------------------------------------------------------------------------
 
 
-def _chart(title: str, series: Series, data: dict[str, Any], axis: str = "step") -> str:
+def _chart(title: str, series: Series, data: JsonObject, axis: str = "step") -> str:
     steps = sorted({step for values in series.values() for step in values})
     every = math.ceil(len(steps) / POINTS) or 1
     thinned = steps[::every] if steps[-1:] == steps[::every][-1:] else [*steps[::every], steps[-1]]
@@ -209,7 +208,7 @@ def _rounded(value: float | None) -> float | int | None:
     return int(short) if short.is_integer() and abs(short) < 1e15 else short
 
 
-def _curves(groups: dict[str, Series], source: str, data: dict[str, Any]) -> Iterator[str]:
+def _curves(groups: dict[str, Series], source: str, data: JsonObject) -> Iterator[str]:
     if not any(groups.values()):
         yield _absent(f"Nothing was logged yet: {SETTING} records what the trainer logs, each logging_steps.")
         return
@@ -231,7 +230,7 @@ def _curves(groups: dict[str, Series], source: str, data: dict[str, Any]) -> Ite
 # --- timeline -------------------------------------------------------------------------------------------------------
 
 
-def _timeline(events: Events, data: dict[str, Any]) -> Iterator[str]:
+def _timeline(events: Events, data: JsonObject) -> Iterator[str]:
     last = len(events.starts) - 1
     world = events.starts[-1]["world"] if events.starts else 0
     started = {span.rank: span.start for span in events.spans}  # each rank's last start
@@ -303,12 +302,12 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]
 # --- weight syncs ---------------------------------------------------------------------------------------------------
 
 
-def _syncs(events: Events, data: dict[str, Any]) -> Iterator[str]:
+def _syncs(events: Events, data: JsonObject) -> Iterator[str]:
     if not events.syncs:
         why = "TRL's own generation has none" if events.starts else f"{SETTING} records them"
         yield _absent(f"No weight sync was recorded: {why}.")
         return
-    by_rank: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    by_rank: dict[int, list[JsonObject]] = defaultdict(list)
     for rank, row in events.syncs:
         by_rank[rank].append(row)
     first = events.starts[-1] if events.starts else {}
@@ -333,7 +332,7 @@ def _syncs(events: Events, data: dict[str, Any]) -> Iterator[str]:
     yield _absent("Seconds are those of the transfer; the timeline's sync holds its checks as well.")
 
 
-def _sync_row(rank: int, rows: list[dict[str, Any]], policy: int) -> list[str]:
+def _sync_row(rank: int, rows: list[JsonObject], policy: int) -> list[str]:
     seconds, moved = [row["seconds"] for row in rows], median(row["bytes"] for row in rows)
     rate = median(row["bytes"] / row["seconds"] / 1e9 if row["seconds"] > 0 else 0.0 for row in rows)
     took = [number(value) for value in (seconds[0], median(seconds), max(seconds))]
@@ -361,7 +360,7 @@ def _per_rank(values: dict[int, dict[int, float]]) -> Series:
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
-def _memory(events: Events, data: dict[str, Any]) -> Iterator[str]:
+def _memory(events: Events, data: JsonObject) -> Iterator[str]:
     if not events.held:
         why = "TRL's own generation has no phases" if events.starts else f"{SETTING} records it"
         yield _absent(f"No memory was measured: {why}.")

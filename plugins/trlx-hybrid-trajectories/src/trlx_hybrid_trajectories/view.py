@@ -8,7 +8,7 @@ import re
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from .record import Recorded
 
@@ -158,7 +158,12 @@ def number_of(count: int, noun: str) -> str:
 
 
 def _cut(
-    recorded: Recorded, kind: Kind, turn: int, ids: list[int], texts: list[str | None], logprobs: Any
+    recorded: Recorded,
+    kind: Kind,
+    turn: int,
+    ids: list[int],
+    texts: list[str | None],
+    logprobs: list[float | None] | None,
 ) -> list[Section]:
     spans: list[TokenSpan] = []
     start = 0
@@ -180,7 +185,7 @@ def _cut(
     return [Section(kind=kind, turn=turn, spans=tuple(spans))] if spans else []
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

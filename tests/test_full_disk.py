@@ -26,7 +26,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 WRITERS = {
     "the first manifest": "trlx_hybrid.trl.manifest.begin",
     "the session's state": "trlx_hybrid.session.Session.save_state",
-    "the place in the data": "trlx_hybrid.trl.data_order.Ordered._save_place",
+    "the place in the data": "trlx_hybrid.trl.data_order.DataOrder.save",
     "the weights": "transformers.Trainer._save",
     "the optimizer": "transformers.Trainer._save_optimizer_and_scheduler",
     "the generators": "transformers.Trainer._save_rng_state",

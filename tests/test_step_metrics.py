@@ -9,7 +9,7 @@ import trlx_hybrid
 from peft import LoraConfig
 from transformers import TrainerCallback
 from trlx_hybrid.testing.models import tiny_model
-from trlx_hybrid.trl import step_metrics
+from trlx_hybrid.trl import agreement, step_metrics
 from trlx_hybrid.trl.flops import model_flops
 
 GRPO = trlx_hybrid.GRPOTrainer
@@ -83,8 +83,8 @@ def test_an_engine_is_timed_from_before_its_edges_to_after_them(run):
 
 
 def test_a_row_that_is_scored_alone_is_in_the_steps_time_as_in_the_losss(run, monkeypatch):
-    scored = GRPO._scored_alone
-    monkeypatch.setattr(GRPO, "_scored_alone", lambda trainer, row: [scored(trainer, row), time.sleep(1)][0])
+    scored = agreement._scored_alone
+    monkeypatch.setattr(agreement, "_scored_alone", lambda *given: [scored(*given), time.sleep(1)][0])
     log = train_logs(run(GRPO, use_vllm=True, max_steps=1))[0]
     assert 1 < log[f"{STEP}loss_seconds"] < log["step_time"]
 

@@ -11,6 +11,7 @@ from trlx_hybrid import hookimpl
 from trlx_hybrid.errors import ConfigError, PluginError
 from trlx_hybrid.plugins.host import Host
 from trlx_hybrid.trl.rewards import replaced
+from trlx_hybrid.trl.state import Batch
 
 
 class Observer:
@@ -163,8 +164,9 @@ def test_rows_that_train_nothing_lose_their_rewards_only_where_conversations_bre
     trainer = object.__new__(trlx_hybrid.hybrid(Own))
     ranks = SimpleNamespace(gather=lambda value: [value])
     none = SimpleNamespace(judges=False)
-    trainer.session = SimpleNamespace(rollout=SimpleNamespace(converses=converses), ranks=ranks, algorithms=none)
-    trainer._generated = ([], [], [[1, 0], [0, 0], [1]])
+    session = SimpleNamespace(rollout=SimpleNamespace(converses=converses), ranks=ranks, algorithms=none)
+    session.selection = SimpleNamespace(stock=True)
+    trainer._run = SimpleNamespace(session=session, batch=Batch(generated=([], [], [[1, 0], [0, 0], [1]])))
     assert trainer._calculate_rewards().isnan().tolist() == [[False] * 2, [converses] * 2, [False] * 2]
 
 
@@ -267,7 +269,7 @@ def test_a_trainer_made_without_init_is_trls_own():
     for value in (True, False):
         trainer.use_vllm = value
         assert trainer.use_vllm is value
-    assert not trainer._converses
+    assert trainer._run is None
 
 
 @pytest.mark.parametrize("module", ["sdpo.SDPO", "sdft.SDFT", "gold.GOLD", "iw_opd.IWOPD"])

@@ -3,16 +3,20 @@
 import ast
 import inspect
 import textwrap
+from collections import Counter
 
 import pytest
 import transformers
 import trl
+import trlx_hybrid
 from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
 from trlx_hybrid.trl import file_formats
+from trlx_hybrid.trl.borrowed import GENERATING, OWN_ENGINE
 from trlx_hybrid.trl.generation import Generation
 from trlx_hybrid.trl.kept_log_probs import _Head
-from trlx_hybrid.trl.trainer import GENERATING, OWN_ENGINE, HybridTrainer
+from trlx_hybrid.trl.stock import StockTrainer
+from trlx_hybrid.trl.trainer import HybridTrainer
 
 METHODS = (
     "_clip_grad_norm",
@@ -27,6 +31,10 @@ METHODS = (
     "_save",
     "_save_checkpoint",
 )
+
+
+OURS = {"session", "_base_name"}
+"""Attributes of a trainer that are this package's, not TRL's."""
 
 
 def source(function):
@@ -129,7 +137,7 @@ def test_a_batch_is_asked_for_by_step_and_shuffled_by_torchs_generator(trainer):
 
 @pytest.mark.parametrize("trainer", [trl.GRPOTrainer, trl.RLOOTrainer], ids=lambda t: t.__name__)
 def test_rows_are_scored_by_one_method_and_old_log_probs_come_first(trainer):
-    """What scoring.py replaces, and leaves out: the first call after a rollout, read by nothing before the loss."""
+    """The method that scoring.py replaces. The first call, which deferred.py leaves out, is read first in the loss."""
     given = ["self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"]
     assert trainer.__module__.startswith("trl.trainer.")  # where `overriding` stops to look
     assert "_name" in vars(trainer)
@@ -206,3 +214,29 @@ def test_the_head_looks_up_a_function_whose_place_ours_can_take():
 def test_the_files_of_a_checkpoint_have_transformers_names():
     for name in ("TRAINER_STATE_NAME", "SCHEDULER_NAME", "OPTIMIZER_NAME", "OPTIMIZER_NAME_BIN"):
         assert getattr(file_formats, name) == getattr(transformers.trainer, name)
+
+
+def test_what_is_read_of_a_trainer_is_there():
+    """Each attribute is set by TRL's or transformers' trainers, or is one of their classes."""
+    bodies = "".join(source(t) for t in (*GENERATING, transformers.Trainer))
+    names = {*StockTrainer.__annotations__} - OURS
+    missing = {name for name in names if f"self.{name}" not in bodies and not hasattr(trl.GRPOTrainer, name)}
+    assert len(names) > 50
+    assert missing == set()
+
+
+def test_each_method_is_extended_once():
+    """`__init__` twice: in front of a user's subclass, and behind it."""
+    extended = Counter()
+    for owner in trlx_hybrid.GRPOTrainer.__mro__:
+        if owner.__module__.startswith("trlx_hybrid."):
+            extended.update(name for name in vars(owner) if callable(getattr(trl.GRPOTrainer, name, None)))
+    assert extended["__init__"] == 2
+    assert {name for name, times in extended.items() if times > 1} == {"__init__"}
+    assert len(extended) > 25
+
+
+def test_the_methods_that_are_extended_are_listed():
+    listed = {f.name for f in ast.walk(ast.parse(source(StockTrainer))) if isinstance(f, ast.FunctionDef)}
+    ours = {n for n in vars(HybridTrainer) if callable(getattr(trl.GRPOTrainer, n, None)) and n[:2] != "__"}
+    assert listed - {"__init__"} == ours

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from .errors import ComponentError, ConfigError
 
 if TYPE_CHECKING:
-    from .plugins.registry import Component
-    from .policy.policy import Policy
+    pass
 
 EXPERTS = "experts"
 """The key in a batch for the experts that the engine chose: (B, P + C, layers, experts per token) int16, -1 where
@@ -153,34 +152,6 @@ def routers_of(model: nn.Module) -> dict[int, nn.Module]:
             f"{', '.join(ROUTERS)}. Leave router_replay out."
         )
     return found
-
-
-def refuses(
-    trainer: Any, policy: Policy, engine: Component | None, scoring: Sequence[str], replays: bool
-) -> str | None:
-    """Return the reason why router replay is impossible in this run; None where it is possible.
-
-    Args:
-        engine: the engine that samples; None where TRL does.
-        scoring: names of TRL's trainers that train on log-probs of single tokens.
-        replays: whether batches, and the experts of their tokens, come from a recording.
-    """
-    if not policy.has_experts:
-        return f"{policy.architecture} routes no tokens to experts"
-    if trainer._base_name not in scoring:
-        return f"it is for {' and '.join(scoring)}, and this is {type(trainer).__name__}"
-    if not replays and (engine is None or not engine.routes):
-        name = engine.name if engine is not None else "transformers"
-        return f"engine {name!r} does not say which experts it chose; 'vllm' does"
-    if getattr(trainer, "rollout_func", None) is not None:
-        return "a rollout_func brings tokens without the experts that they were routed to"
-    if getattr(trainer, "tools", None) or getattr(trainer, "environment_factories", None):
-        return "the turns of a conversation are prompts of their own, whose experts are not put together"
-    if policy.base.config.get_text_config() is not policy.base.config:
-        return "prompts with images are not covered"
-    if getattr(trainer.args, "torch_compile", False):
-        return "torch_compile compiles the routers"
-    return None
 
 
 def aligned(experts: Sequence[np.ndarray[Any, Any]], prompt_mask: Tensor, width: int) -> Tensor:

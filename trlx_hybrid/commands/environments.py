@@ -413,7 +413,7 @@ def _model(path: str) -> Answer:
         _show("assistant", tokenizer.decode(said, skip_special_tokens=True))
         if not tools:
             return {"role": "assistant", "content": tokenizer.decode(said, skip_special_tokens=True)}
-        from ..trl.trainer import assistant_message  # here, since it imports trl
+        from ..trl.borrowed import assistant_message  # here, since it imports trl
 
         return assistant_message(tokenizer, said, ids[0].tolist(), list(tools.values()))
 

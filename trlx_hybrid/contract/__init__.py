@@ -1,1 +1,1 @@
-"""What plugins may count on: the protocols of components, and the data that they exchange with a run."""
+"""The contract with plugins: the protocols of components, and the data that they exchange with a run."""

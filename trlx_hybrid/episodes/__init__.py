@@ -1,1 +1,1 @@
-"""What conversations with tools need, whoever runs them: answers as text, tokenizers, turns that cannot be parsed."""
+"""Parts of conversations with tools, whoever runs them: answers as text, tokenizers, turns that cannot be parsed."""

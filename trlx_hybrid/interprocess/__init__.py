@@ -1,1 +1,1 @@
-"""What passes between ranks and other processes: collective operations, waits with limits, plain data, errors."""
+"""Exchange between ranks and other processes: collective operations, waits with limits, plain data, errors."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -88,28 +87,7 @@ def environment_arguments(choice: Choice, given: Mapping[str, Any], trainer: typ
     return missing
 
 
-@functools.cache
-def selecting(base: type[Any]) -> type[Any]:
-    """Return a subclass of `base`, a trainer of TRL's, whose `__init__` calls `_select` with the arguments before TRL's
-    own `__init__`.
-
-    It comes right before `base` in the method resolution order, behind a user's subclasses. So whatever arguments those
-    take and pass on, by position, as `*args, **kwargs` or computed, arrive here as TRL is going to read them.
-    """
-
-    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
-        start = functools.partial(base.__init__, self)
-        taken = inspect.signature(start)
-        _refuse_unknown(type(self).__name__, kwargs, taken.parameters)
-        given = taken.bind_partial(*args, **kwargs)
-        given.arguments |= self._select(given.arguments)
-        with self._referring(given.arguments):
-            start(*given.args, **given.kwargs)
-
-    return type(base.__name__, (base,), {"__module__": __name__, "__init__": initialize})
-
-
-def _refuse_unknown(trainer: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
+def refuse_unknown(trainer: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
     """Refuse an argument that the trainer's `__init__` does not take, for example a setting of HybridConfig.
 
     Args:

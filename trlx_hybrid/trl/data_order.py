@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import send_to_device
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
+from transformers.trainer_utils import has_length
 
 from ..errors import ConfigError, listed
 
 if TYPE_CHECKING:
     from ..session import Session
+    from .stock import StockTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -73,70 +74,69 @@ class Place:
     settings: dict[str, Any]
 
 
-class Ordered:
-    """A mixin between `Checkpointing` and TRL's trainer that saves the position in the training data in each
-    checkpoint, and restores it on resuming."""
+class DataOrder:
+    """A run's position in its data: saved in each checkpoint, and restored on resuming.
 
-    session: Session
-    _taken_up: tuple[Path, Place | None] | None = None  # the checkpoint at whose place the next epoch starts
-    _epoch_began: tuple[int, int, list[torch.Tensor]] | None = None  # epoch, step, states of the sampler's generators
-    _inexact_said = False
+    Args:
+        session: the live objects of the run.
+    """
 
-    def _init_training_state(
-        self, max_steps: Any, steps_per_epoch: Any, epochs: Any, resume_from_checkpoint: Any, trial: Any
-    ) -> tuple[int, int]:
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._taken_up: tuple[Path, Place | None] | None = None  # the checkpoint at whose place the next epoch starts
+        self._epoch: tuple[int, int, list[torch.Tensor]] | None = None  # number, first step, states of the generators
+        self._inexact_said = False
+
+    def resumed(self, trainer: StockTrainer, checkpoint: str | None, skipped: tuple[int, int]) -> tuple[int, int]:
         """Return how many epochs, and how many micro-batches of the next epoch, a resumed run skips: as transformers
-        computes them, or for a stream, whose epochs have no known length, as they were saved."""
-        trainer: Any = self
-        skipped: tuple[int, int] = super()._init_training_state(  # type: ignore[misc]
-            max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial
-        )
+        computes them, or for a stream, whose epochs have no known length, as they were saved.
+
+        Args:
+            checkpoint: the checkpoint that the run resumes from; None for a fresh start.
+            skipped: both numbers as transformers computes them.
+        """
         self._taken_up = None
-        if resume_from_checkpoint is None:
+        if checkpoint is None:
             return skipped
-        place = read_place(Path(resume_from_checkpoint))
-        self._taken_up = Path(resume_from_checkpoint), place
+        place = read_place(Path(checkpoint))
+        self._taken_up = Path(checkpoint), place
         if place is None or place.sized or has_length(trainer.train_dataset):
             return skipped
         steps = trainer.state.global_step - place.first_step
         return place.epoch, 0 if trainer.args.ignore_data_skip else steps * trainer.args.gradient_accumulation_steps
 
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        trainer: Any = self
-        epoch, loader = kwargs["epoch"], kwargs["train_dataloader"]
-        skipped, first_step = 0, trainer.state.global_step
-        if self._taken_up is not None and "session" in self.__dict__:
+    def begin_epoch(self, trainer: StockTrainer, epoch: int, loader: Any, trained: int) -> None:
+        """Take up the place of the checkpoint that the run resumes from, if the epoch continues it, and note where the
+        epoch begins. Collective.
+
+        Args:
+            epoch: number of the epoch.
+            loader: the training data loader.
+            trained: micro-batches of the epoch that are not read again.
+        """
+        first_step = trainer.state.global_step
+        if self._taken_up is not None:
             (checkpoint, place), self._taken_up = self._taken_up, None
-            skipped = kwargs["steps_trained_in_current_epoch"]
-            first_step -= skipped // trainer.args.gradient_accumulation_steps
-            self._take_up(checkpoint, place, epoch, loader, skipped)
-        self._epoch_began = epoch, first_step, [generator.get_state() for generator in sampler_generators(loader)]
-        super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
+            first_step -= trained // trainer.args.gradient_accumulation_steps
+            self._take_up(trainer, checkpoint, place, epoch, loader, trained)
+        self._epoch = epoch, first_step, [generator.get_state() for generator in sampler_generators(loader)]
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        trainer: Any = self
-        if self._epoch_began is not None and "session" in self.__dict__ and not trainer.args.save_only_model:
-            folder = Path(trainer._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
-            folder.mkdir(parents=True, exist_ok=True)
-            self._save_place(folder, *self._epoch_began)
-        super()._save_checkpoint(model, trial)  # type: ignore[misc]
-
-    def _save_place(self, folder: Path, epoch: int, first_step: int, begin: list[torch.Tensor]) -> None:
+    def save(self, trainer: StockTrainer, folder: Path) -> None:
         """Write the position in the data into a checkpoint, and this rank's micro-batches of the rollout if later steps
         train on it.
 
         Args:
             folder: the checkpoint's folder.
-            epoch: number of the current epoch.
-            first_step: optimizer steps done when the epoch began.
-            begin: states of the sampler's generators before the epoch.
         """
-        trainer: Any = self
+        if self._epoch is None or trainer.args.save_only_model:
+            return
+        epoch, first_step, begin = self._epoch
+        folder.mkdir(parents=True, exist_ok=True)
         loader = trainer.callback_handler.train_dataloader
         kept = bool(trainer._step % micro_batches_of_a_rollout(trainer)) and trainer._buffered_inputs is not None
         foreign = next(foreign_values(trainer._buffered_inputs), None) if kept else None
         if kept and foreign is None:
-            _write(trainer._buffered_inputs, folder / ROLLOUT_FILE.format(rank=self.session.ranks.rank))
+            _write(trainer._buffered_inputs, folder / ROLLOUT_FILE.format(rank=self._session.ranks.rank))
         if trainer.args.should_save:
             place = Place(
                 epoch=epoch,
@@ -150,13 +150,13 @@ class Ordered:
             )
             _write(asdict(place), folder / DATA_FILE)
         reasons = list(inexact_reasons(trainer, foreign))
-        if reasons and not self._inexact_said and self.session.ranks.rank == 0:
+        if reasons and not self._inexact_said and self._session.ranks.rank == 0:
             self._inexact_said = True
             logger.warning("A run that is resumed from %s may differ from this one: %s.", folder, listed(reasons, 8))
 
-    # --- resuming ---------------------------------------------------------------------------------------------------
-
-    def _take_up(self, checkpoint: Path, place: Place | None, epoch: int, loader: Any, skipped: int) -> None:
+    def _take_up(
+        self, trainer: StockTrainer, checkpoint: Path, place: Place | None, epoch: int, loader: Any, skipped: int
+    ) -> None:
         """Restore a checkpoint's position in the data when its epoch continues. Collective.
 
         Args:
@@ -168,9 +168,8 @@ class Ordered:
         Raises:
             ConfigError: a rank's file with its part of the rollout is damaged.
         """
-        trainer: Any = self
         differing = differences(place.settings, ordering_settings(trainer)) if place is not None else {}
-        if differing and self.session.ranks.rank == 0:
+        if differing and self._session.ranks.rank == 0:
             logger.warning("%s", changed_text(checkpoint, differing))
         states = None if place is None else {place.epoch: place.begin, place.epoch + 1: place.now}.get(epoch)
         generators = sampler_generators(loader)
@@ -179,7 +178,7 @@ class Ordered:
                 generator.set_state(state)
         else:
             pass_epochs(loader, epoch)
-        if trainer.args.ignore_data_skip or self.session.config.replay is not None:
+        if trainer.args.ignore_data_skip or self._session.config.replay is not None:
             return  # a replay knows which batches are next
         same = place is not None and not [name for name in differing if name not in SEEDS]
         trainer._step = place.micro_batch if place is not None and same else skipped
@@ -187,12 +186,12 @@ class Ordered:
         if trainer._step % micro_batches_of_a_rollout(trainer) == 0:
             return
         rollout, problem = self._kept_rollout(checkpoint) if place is not None and place.kept and same else (None, None)
-        problems = [found for found in self.session.ranks.gather(problem) if found is not None]
+        problems = [found for found in self._session.ranks.gather(problem) if found is not None]
         if problems:
             raise ConfigError(problems[0])
-        missing = self.session.ranks.any(rollout is None)
+        missing = self._session.ranks.any(rollout is None)
         trainer._buffered_inputs = None if missing else rollout
-        if missing and self.session.ranks.rank == 0:
+        if missing and self._session.ranks.rank == 0:
             logger.warning(
                 "%s lies in the middle of a rollout that it does not hold%s: its prompts are sampled anew, with other "
                 "weights than those of the run that was interrupted.",
@@ -206,9 +205,9 @@ class Ordered:
         Returns:
             The micro-batches, None where the checkpoint has none; and what is wrong with the file, None if nothing is.
         """
-        file = checkpoint / ROLLOUT_FILE.format(rank=self.session.ranks.rank)
+        file = checkpoint / ROLLOUT_FILE.format(rank=self._session.ranks.rank)
         try:
-            return send_to_device(_read(file), self.session.policy.device), None
+            return send_to_device(_read(file), self._session.policy.device), None
         except ConfigError as error:
             return None, str(error)
 
@@ -226,7 +225,7 @@ def read_place(checkpoint: Path) -> Place | None:
         raise ConfigError(f"{checkpoint / DATA_FILE} is of another version ({error}). Resume with that one.") from error
 
 
-def micro_batches_of_a_rollout(trainer: Any) -> int:
+def micro_batches_of_a_rollout(trainer: StockTrainer) -> int:
     """Return how many micro-batches TRL takes from a rollout, including those of further iterations."""
     args = trainer.args
     of_one = getattr(args, "steps_per_generation", None) or args.gradient_accumulation_steps
@@ -252,7 +251,7 @@ def pass_epochs(loader: Any, epochs: int) -> None:
             next(iter(sampler), None)
 
 
-def ordering_settings(trainer: Any) -> dict[str, Any]:
+def ordering_settings(trainer: StockTrainer) -> dict[str, Any]:
     """Return the settings that decide which prompts a step gets, by name: arguments, the number of ranks, and facts of
     the dataset. A resumed run compares them with the saved ones."""
     settings = {name: getattr(trainer.args, name) for name in ORDERING if hasattr(trainer.args, name)}
@@ -287,7 +286,7 @@ def changed_text(checkpoint: Path, differing: dict[str, str]) -> str:
     return f"{text}so its steps get other prompts than those of the run that was interrupted: some may come twice."
 
 
-def inexact_reasons(trainer: Any, foreign: str | None) -> Iterator[str]:
+def inexact_reasons(trainer: StockTrainer, foreign: str | None) -> Iterator[str]:
     """Yield the reasons, as texts for a warning, why a run resumed from a checkpoint may not equal the uninterrupted
     one bit for bit.
 

@@ -9,24 +9,28 @@ rewards begun.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..contract.conversation import Conversation
 from ..contract.types import Completion, Request
 from ..interprocess.copies import copied
+from .refusals import EARLY_REWARDS, Facts
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from .state import RunState
+    from .stock import StockTrainer
 
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 """Columns of a dataset's row that TRL does not pass on to reward functions under their own names."""
 
 
 @contextmanager
-def begun_early(trainer: Any, parse_response: Callable[..., dict[str, Any]], prompts: Sequence[Any]) -> Iterator[None]:
+def begun_early(
+    trainer: StockTrainer, run: RunState, parse_response: Callable[..., dict[str, Any]], prompts: Sequence[Any]
+) -> Iterator[None]:
     """Return a context for a rollout, in which reward functions that can begin early are told of each group as soon as
     all of its rows are sampled.
 
@@ -35,44 +39,24 @@ def begun_early(trainer: Any, parse_response: Callable[..., dict[str, Any]], pro
         prompts: the prompts of the rollout that begins, as TRL will pass them to reward functions.
     """
     functions = [f for f in getattr(trainer, "reward_funcs", None) or () if getattr(f, "begins_early", False)]
-    reason = _impossible(trainer, prompts) if functions else None
-    if reason is not None and not trainer.__dict__.get("_said_late"):
-        trainer._said_late = True
-        if trainer.accelerator.is_main_process:
-            logger.warning("Rewards begin when all is sampled: %s.", reason)
-    if not functions or reason is not None:
+    if not functions:
+        yield
+        return
+    reason = EARLY_REWARDS.refused(Facts.of(trainer, run.session.selection))
+    if reason is None and len(prompts) != len(run.session.rows):
+        reason = "the rollout has other rows than the batch"
+    if reason is not None:
+        run.say_once("late rewards", "Rewards begin when all is sampled: %s.", reason)
         yield
         return
     for function in functions:
         function.prepare()
-    groups, session = SampledGroups(trainer, parse_response, functions, prompts), trainer.session
+    groups, session = SampledGroups(trainer, parse_response, functions, prompts), run.session
     session.on_completion, session.on_conversation = groups.sampled, groups.ended
     try:
         yield
     finally:
         session.on_completion = session.on_conversation = None
-
-
-def _impossible(trainer: Any, prompts: Sequence[Any]) -> str | None:
-    """Return the reason why rewards cannot begin before all rows are sampled, as text; None where they can.
-
-    Args:
-        prompts: the prompts of the rollout that begins.
-    """
-    selection, rollout = trainer.session.selection, trainer.session.rollout
-    if selection.stock:
-        return "TRL generates"
-    if getattr(trainer, "rollout_func", None) is not None:
-        return "rollout_func samples"
-    if getattr(trainer, "tools", None) and not rollout.converses:
-        return f"TRL runs the tools, turn by turn, where the {selection.rollout.component} samples"
-    if not rollout.tells:
-        return f"the {selection.rollout.component} does not tell what it has sampled (`tells`)"
-    if not selection.engine.component.streams:
-        return f"the {selection.engine.component} returns all completions at once"
-    if len(prompts) != len(trainer.session.rows):
-        return "the rollout has other rows than the batch"
-    return None
 
 
 class SampledGroups:
@@ -86,7 +70,7 @@ class SampledGroups:
 
     def __init__(
         self,
-        trainer: Any,
+        trainer: StockTrainer,
         parse_response: Callable[..., dict[str, Any]],
         functions: Sequence[Any],
         prompts: Sequence[Any],

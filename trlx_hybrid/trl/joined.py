@@ -10,13 +10,16 @@ whatever the loss. Only the order of sums over rows changes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import DistributedType
 from torch import Tensor
 
 from ..contract.protocols import Scores
+
+if TYPE_CHECKING:
+    from .stock import StockTrainer
 
 WIDE = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 """Keys of the tensors of a micro-batch that its log-probs are computed from."""
@@ -67,7 +70,7 @@ def _apart(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def joinable(trainer: Any, micro_batch: dict[str, Any], done: int) -> list[dict[str, Any]]:
+def joinable(trainer: StockTrainer, micro_batch: dict[str, Any], done: int) -> list[dict[str, Any]]:
     """Return the micro-batches that one forward pass could compute together: the given one, and those that follow it in
     the optimizer step. Only the given one where the kind of data parallelism or differing shapes rule it out.
 

@@ -18,7 +18,7 @@ from ..errors import ComponentError, ConfigError
 
 if TYPE_CHECKING:
     from ..contract.types import Sampling
-    from ..plugins.registry import Component
+    from .stock import StockTrainer
 
 FACT = "scored over"
 """The key in a recording's facts that is set where log-probs were computed over the kept ids; its value is the sampling
@@ -34,27 +34,7 @@ MOST = 16 << 30
 WAY_OUT = "Leave the setting out, or set vllm_importance_sampling_correction=False to train without the correction."
 
 
-def refuses(trainer: Any, engine: Component | None, own_scorer: str | None, *, replays: bool) -> str | None:
-    """Return the reason why this run cannot compute log-probs over the ids that the engine kept, or None if it can.
-
-    Args:
-        engine: the engine that samples; None where TRL does.
-        own_scorer: the name of a user's method that computes log-probs, if there is one.
-        replays: whether batches come from a recording.
-    """
-    if not replays and (engine is None or not engine.keeps):
-        return f"engine {engine.name if engine is not None else 'transformers'!r} does not say which ids it kept"
-    custom = getattr(trainer, "rollout_func", None)
-    if custom is not None and not getattr(custom, "samples_from_session", False):
-        return "a rollout_func brings tokens without the ids that they were sampled from"
-    if own_scorer is not None:
-        return f"{own_scorer} computes log-probs"
-    if getattr(trainer.args, "torch_compile", False):
-        return "torch_compile compiles TRL's head"
-    return None
-
-
-def rows_of(trainer: Any, generated: Any) -> list[Support]:
+def rows_of(trainer: StockTrainer, generated: Any) -> list[Support]:
     """Return the supports of a rollout's rows (for each token, the ids that it was sampled from), and clear them from
     the session.
 
@@ -71,17 +51,20 @@ def rows_of(trainer: Any, generated: Any) -> list[Support]:
     for number, (prompt, completion) in enumerate(zip(prompt_ids, ids, strict=True)):
         trained = [1] * len(completion) if mask is None else mask[number]
         support = session.supports.of_row(prompt, completion, trained)
-        if support is None or any(wanted and not known for wanted, known in zip(trained, support.sampled, strict=True)):
+        if support is None:
+            missing.append(number)
+            continue
+        if any(wanted and not known for wanted, known in zip(trained, support.sampled, strict=True)):
             missing.append(number)
         elif support.vocabulary not in (0, vocabulary):
             raise ComponentError(f"The engine samples from {support.vocabulary} ids, and the policy has {vocabulary}.")
         rows.append(support)
     session.supports.clear()
-    refuse_too_many(len(rows) * max((s.words.nbytes for s in rows if s is not None), default=0), setting)
+    refuse_too_many(len(ids) * max((support.words.nbytes for support in rows), default=0), setting)
     if missing:
         rollout = session.selection.rollout
         raise ComponentError(
-            f"The {rollout.component if rollout else 'rollout'} brought {len(missing)} of {len(rows)} rows, the first "
+            f"The {rollout.component if rollout else 'rollout'} brought {len(missing)} of {len(ids)} rows, the first "
             f"of them row {missing[0]}, without the ids that their tokens were sampled from, and {setting} leaves some "
             f"out. It must hand on `Completion.support`, for the very tokens: report it to its author. {WAY_OUT}"
         )

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,7 +33,10 @@ from ..interprocess import plain_data
 from ..versions import package_version
 from .over_support import FACT
 from .shape import UNMEASURED, switched_off
-from .truncation import BY_TOKEN, MASKS, rule_of
+from .truncation_rule import BY_TOKEN, MASKS, rule_of
+
+if TYPE_CHECKING:
+    from .stock import StockTrainer
 
 FILE = "recording.json"
 FORMAT = 1
@@ -281,9 +284,13 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     return found.hexdigest()
 
 
-def facts_of(trainer: Any) -> dict[str, Any]:
+def facts_of(trainer: StockTrainer, replayed: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the facts of a run that its recording stores, as JSON data: versions, model, tokenizer, ranks, device and
-    settings. A replay compares them with its own."""
+    settings. A replay compares them with its own.
+
+    Args:
+        replayed: the facts of the recording that the run replays; None where it samples.
+    """
     session = trainer.session
     policy, config = session.policy, session.config
     tokenizer = getattr(policy.processing_class, "tokenizer", policy.processing_class)
@@ -315,7 +322,7 @@ def facts_of(trainer: Any) -> dict[str, Any]:
     }
     if session.over_support and (setting := session.sampling.truncated_by()) is not None:
         facts[FACT] = setting
-    if switched_off(trainer):
+    if switched_off(session.config.max_logprob_gap, replayed):
         facts[UNMEASURED] = True
     if getattr(trainer.args, MASKS, False):
         facts[TRUNCATED] = rule_of(trainer)

@@ -27,6 +27,7 @@ from ..policy.precision import PROBE_TOKENS, TOLERANCE, coarsest
 if TYPE_CHECKING:
     from ..interprocess.ranks import Ranks
     from ..policy.policy import Policy
+    from .stock import StockTrainer
 
 REFERENCE = "ref"
 """The name that TRL gives to the copy of the policy's adapter."""
@@ -123,6 +124,11 @@ def _held_twice(layer: Any, active: list[str]) -> Iterator[tuple[list[nn.Paramet
     for name, parameter in held_by(layer):
         held[name].append(parameter)
     return ((held[name], held[frozen]) for name, frozen in _copies(active).items())
+
+
+def is_policy(trainer: StockTrainer) -> bool:
+    """Return whether the reference is no separate model, but the policy with other adapters or with none."""
+    return getattr(trainer, "ref_model", None) is None and getattr(trainer, "beta", 0) != 0
 
 
 def activate_copies(model: Any) -> None:

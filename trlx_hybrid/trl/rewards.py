@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, RewardError
+from .resampling import sampled_groups
 
 if TYPE_CHECKING:
     from ..session import Session
+    from .state import RunState
+    from .stock import StockTrainer
 
 
 def refuse_missing_package(functions: Any) -> None:
@@ -93,7 +96,7 @@ def _other_arguments(function: Any, given: Sequence[str], adds: bool) -> str | N
 
 
 @contextmanager
-def checking(trainer: Any) -> Iterator[None]:
+def checking(trainer: StockTrainer) -> Iterator[None]:
     """Return a context in which the trainer's reward functions are wrapped, so that what they return is checked;
     afterwards, the trainer has the user's own functions again."""
     functions = trainer.reward_funcs
@@ -216,6 +219,44 @@ def without_masked(rewards: Tensor, loss_mask: Sequence[Sequence[int]] | None, s
     return rewards.masked_fill(torch.tensor(masked, device=rewards.device)[:, None], torch.nan)
 
 
+def judged(trainer: StockTrainer, run: RunState, rewards: Tensor, observed: bool) -> Tensor:
+    """Return the rewards that are trained on, (world * B, functions): those of the reward functions, or what the run's
+    algorithms make of them. Collective.
+
+    Args:
+        rewards: the rewards of the reward functions, of all ranks.
+        observed: whether the algorithms have seen them already.
+    """
+    batch, algorithms = run.batch, run.session.algorithms
+    if not (batch.scored and trainer.model.training and algorithms.judges) or batch.in_rounds:
+        return rewards
+    groups = sampled_groups(trainer, run, rewards, batch.row_numbers)
+    if not observed:
+        algorithms.observe(groups)
+    batch.groups = algorithms.rewards(groups)
+    return batch.groups.rewards.flatten(0, 1).to(rewards)
+
+
+def advise(trainer: StockTrainer, run: RunState, values: dict[str, Any]) -> None:
+    """Give this rank's rows the advantages of the run's algorithms and of the hook `trlx_advantages`, if any has other
+    ones than TRL's. Collective.
+
+    Args:
+        values: the batch as TRL trains on it; changed in place.
+    """
+    session, batch = run.session, run.batch
+    stock: Tensor | None = values.get("advantages")
+    if stock is None:
+        return
+    given = session.algorithms.advantages(batch.groups) if batch.groups is not None else None
+    if given is not None:
+        first = session.ranks.rank * len(stock)
+        values["advantages"] = given.flatten()[first : first + len(stock)].to(stock)
+    values["advantages"] = replaced(session, values, batch.rewards)
+    if batch.groups is not None or session.advantages_plugin is not None:
+        tabulate(trainer, values["advantages"])
+
+
 def replaced(session: Session, batch: Mapping[str, Any], rewards: Tensor | None) -> Tensor:
     """Call the hook `trlx_advantages`, and return the advantages of the plugin that implements it; TRL's if no plugin
     returns any.
@@ -250,7 +291,7 @@ def replaced(session: Session, batch: Mapping[str, Any], rewards: Tensor | None)
     return replacement
 
 
-def tabulate(trainer: Any, advantages: Tensor) -> None:
+def tabulate(trainer: StockTrainer, advantages: Tensor) -> None:
     """Replace the advantages in TRL's logged table of completions with those that are trained with. Collective.
 
     Args:

@@ -42,11 +42,14 @@ UNMEASURED = "log-probs not compared"
 infinite."""
 
 
-def switched_off(trainer: Any) -> bool:
+def switched_off(max_logprob_gap: float | None, replayed: Mapping[str, Any] | None) -> bool:
     """Return whether `max_logprob_gap` switched the comparison of log-probs off, in this run or in the run that it
-    replays."""
-    facts = (trainer._replay.facts or {}) if trainer._replay is not None else {}
-    return trainer.session.config.max_logprob_gap == math.inf or bool(facts.get(UNMEASURED))
+    replays.
+
+    Args:
+        replayed: the facts of the recording that the run replays; None where it samples.
+    """
+    return max_logprob_gap == math.inf or bool((replayed or {}).get(UNMEASURED))
 
 
 def measurable(batch: Mapping[str, Any]) -> bool:
@@ -83,7 +86,8 @@ def alone(batch: Mapping[str, Any], row: int) -> dict[str, Any]:
 def compared(batch: Mapping[str, Any]) -> Tensor:
     """Return a (B, T) bool mask of the tokens that the engine sampled and whose log-probs it returned."""
     sampled = batch["completion_mask"] * batch.get("tool_mask", 1)
-    return sampled.bool() & ~batch[SAMPLED].isnan()  # type: ignore[no-any-return]
+    trained: Tensor = sampled.bool() & ~batch[SAMPLED].isnan()
+    return trained
 
 
 def parts(one: Mapping[str, Any], scored: Tensor) -> Tensor:

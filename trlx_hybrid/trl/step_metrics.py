@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,6 +22,7 @@ from .flops import ModelFlops, counted, model_flops, peak
 
 if TYPE_CHECKING:
     from ..session import Session
+    from .stock import StockTrainer
 
 PARTS = ("rollout", "scoring", "loss", "optimizer")
 
@@ -81,13 +82,17 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
     Args:
         trainer: a function that returns the trainer.
         flops: whether a loss is one forward and one backward pass of the policy, so that the FLOPs of both are known.
+
+    Attributes:
+        loss_tokens: tokens of the step that the model was given to compute losses, padding included.
     """
 
-    def __init__(self, session: Session, trainer: Callable[[], Any], flops: bool) -> None:
+    def __init__(self, session: Session, trainer: Callable[[], StockTrainer], flops: bool) -> None:
         self._session, self._trainer, self._knows_loss = session, trainer, flops
         self._clock = Clock(session.policy.device)
         self._step: MeasuredStep | None = None
         self._preparing = False  # whether a micro-batch is being prepared
+        self.loss_tokens = 0
         self._over: deque[MeasuredStep] = deque()  # steps that the device may not have finished
         self._flops: ModelFlops | None = None
         self._peak: float | None = None
@@ -102,7 +107,7 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Start measuring a new step, even if an error has interrupted the step before it."""
         self._step = MeasuredStep()
-        self._trainer()._loss_tokens = 0
+        self.loss_tokens = 0
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
@@ -161,7 +166,7 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
             return
         if step.counts:
             counts = torch.stack(step.counts).sum(0)
-            counts = torch.cat([counts, counts.new_full((1,), self._trainer()._loss_tokens)])
+            counts = torch.cat([counts, counts.new_full((1,), self.loss_tokens)])
             step.counts = [self._session.ranks.total(counts).to("cpu", non_blocking=True)]
         step.end = self._clock.now()
         self._over.append(step)
@@ -224,34 +229,13 @@ def line(found: dict[str, float], sync: float) -> str:
     return ", ".join(parts.values())
 
 
-class Metered:
-    """A mixin between `HybridTrainer` and `Scored` that tells `StepMetrics` when rollout, scoring and loss begin and
-    end; it does nothing where `_steps` is None."""
-
-    session: Session
-    _steps: StepMetrics | None = None
-
-    def _part(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext() if self._steps is None else self._steps.part(name)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the training step on one micro-batch, and measure its time."""
-        with nullcontext() if self._steps is None else self._steps.micro_batch():
-            return super().training_step(*args, **kwargs)  # type: ignore[misc]
-
-    def _prepare_inputs(self, *args: Any) -> Any:
-        inputs = super()._prepare_inputs(*args)  # type: ignore[misc]
-        if self._steps is not None:
-            self._steps.prepared(inputs)
-        return inputs
-
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        with self._part("scoring"):
-            return super()._get_per_token_logps_and_entropies(*args, **kwargs)  # type: ignore[misc]
-
-    def log(self, *args: Any, **kwargs: Any) -> None:
-        """Log as TRL does, after the metrics of all finished steps were added: TRL logs the mean over the steps since
-        the last line."""
-        if self._steps is not None:
-            self._steps.settle(wait=True)
-        super().log(*args, **kwargs)  # type: ignore[misc]
+@contextmanager
+def in_step_time(trainer: StockTrainer) -> Iterator[None]:
+    """Return a context that adds the time spent inside to TRL's `step_time`, whose clock has stopped by then."""
+    started = time.perf_counter()
+    yield
+    seconds = time.perf_counter() - started
+    if trainer._step % trainer.current_gradient_accumulation_steps:
+        trainer._current_train_step_time += seconds
+    else:
+        trainer._metrics["train"]["step_time"][-1] += seconds

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..contract.conversation import Conversation, Dialogue, Limits
 from ..contract.types import Completion
@@ -23,9 +23,13 @@ from ..episodes.unparsed import UNPARSED, ParsingTokenizer
 from ..errors import ConfigError
 from ..policy.sharded import is_sharded
 
+if TYPE_CHECKING:
+    from .state import RunState
+    from .stock import StockTrainer
+
 
 def dialogues(
-    trainer: Any,
+    trainer: StockTrainer,
     parse_response: Callable[..., dict[str, Any]],
     prompt_ids: Sequence[list[int]],
     images: Sequence[list[Any] | None] | None,
@@ -61,7 +65,7 @@ def dialogues(
     ]
 
 
-def limits(trainer: Any, max_model_len: int) -> Limits:
+def limits(trainer: StockTrainer, max_model_len: int) -> Limits:
     """Return the limits at which TRL ends a conversation.
 
     Args:
@@ -84,7 +88,7 @@ def refuse_text(prompts: Sequence[Any]) -> None:
         )
 
 
-def with_images(trainer: Any, generated: Any) -> Any:
+def with_images(trainer: StockTrainer, generated: Any) -> Any:
     """Return the result of TRL's `_generate`, with the images that a `rollout_func` returned in its field `images`: for
     each row, the images of prompt and completion in order, or None.
 
@@ -113,7 +117,7 @@ def with_images(trainer: Any, generated: Any) -> Any:
     return (*columns, fields, images, images)
 
 
-def show_images(trainer: Any, generated: Any) -> None:
+def show_images(trainer: StockTrainer, generated: Any) -> None:
     """Make TRL's loss take images that come after the prompt, in the batch that it is about to score. TRL does so only
     where there are tools, so `tools` is set if images were generated; the caller must restore it afterwards.
 
@@ -125,7 +129,7 @@ def show_images(trainer: Any, generated: Any) -> None:
         trainer.tools = [trainer.rollout_func]
 
 
-def check_images(trainer: Any, generated: Any) -> None:
+def check_images(trainer: StockTrainer, generated: Any) -> None:
     """Check that all ranks can train on the images of a batch. Collective where the model takes images.
 
     All ranks gather sharded vision towers together, so a rank that skipped its tower would leave the others waiting.
@@ -167,7 +171,7 @@ def skip_absent_images(model: Any) -> None:
     getattr(model, "model", model).register_forward_pre_hook(without, with_kwargs=True)
 
 
-def first_turns(trainer: Any, conversations: Sequence[Conversation]) -> Any:
+def first_turns(trainer: StockTrainer, conversations: Sequence[Conversation]) -> Any:
     """Return the first turn of every conversation, in the form in which TRL's `_generate_single_turn` returns it: token
     ids, for GRPO with log-probs."""
     lengths = [c.turns[0].sampled for c in conversations]
@@ -190,7 +194,7 @@ def sampled_turns(token_ids: Sequence[list[int]], logprobs: Sequence[list[float]
     ]
 
 
-def loop_result(trainer: Any, conversations: Sequence[Conversation]) -> tuple[Any, ...]:
+def loop_result(trainer: StockTrainer, conversations: Sequence[Conversation]) -> tuple[Any, ...]:
     """Return finished conversations as TRL's `_tool_call_loop` returns them."""
     logprobs = ([c.logprobs or [] for c in conversations],) if _is_grpo(trainer) else ()
     return (
@@ -204,12 +208,12 @@ def loop_result(trainer: Any, conversations: Sequence[Conversation]) -> tuple[An
     )
 
 
-def _is_grpo(trainer: Any) -> bool:
+def _is_grpo(trainer: StockTrainer) -> bool:
     return bool(trainer._base_name == "GRPO")
 
 
 def _parser(
-    trainer: Any, parse_response: Callable[..., dict[str, Any]], index: int
+    trainer: StockTrainer, parse_response: Callable[..., dict[str, Any]], index: int
 ) -> Callable[[list[int], list[int]], dict[str, Any]]:
     """Return a function of a turn's ids and the ids before it, which parses the turn into a message with the tools that
     the row's prompt was rendered with.
@@ -228,7 +232,7 @@ def _parser(
 
 
 @contextmanager
-def forgiving(trainer: Any) -> Iterator[None]:
+def forgiving(trainer: StockTrainer, run: RunState) -> Iterator[None]:
     """Return a context for a rollout in which a turn that TRL's parser cannot parse counts as plain text; in stock TRL
     the parser's error ends the run.
 
@@ -239,7 +243,7 @@ def forgiving(trainer: Any) -> Iterator[None]:
         ConfigError: the parser raised at every turn; raised once everything is sampled.
     """
     tokenizer = getattr(trainer, "_tokenizer", None)
-    if trainer._selection.stock or tokenizer is None:
+    if run.session.selection.stock or tokenizer is None:
         yield
         return
     trainer._tokenizer = ParsingTokenizer(tokenizer)
@@ -248,11 +252,11 @@ def forgiving(trainer: Any) -> Iterator[None]:
         reasons = trainer._tokenizer.reasons
     finally:
         trainer._tokenizer = tokenizer
-    if reasons and trainer._conversations is None:
-        trainer.session.metrics[UNPARSED] = float(trainer._unparsed.ended(reasons))
+    if reasons and run.batch.conversations is None:
+        run.session.metrics[UNPARSED] = float(run.unparsed.ended(reasons))
 
 
-def _discarding(trainer: Any, index: int) -> Callable[[], None]:
+def _discarding(trainer: StockTrainer, index: int) -> Callable[[], None]:
     """Return a function that removes a row's environment from TRL's pool, because a call that never returned may still
     be using it.
 
@@ -272,7 +276,7 @@ def _discarding(trainer: Any, index: int) -> Callable[[], None]:
     return discard
 
 
-def observer(trainer: Any) -> Callable[[Sequence[dict[str, Any]]], list[int]]:
+def observer(trainer: StockTrainer) -> Callable[[Sequence[dict[str, Any]]], list[int]]:
     """Return a function that takes the tool messages after a model's turn and returns the ids that they add to the
     conversation.
 
@@ -283,7 +287,7 @@ def observer(trainer: Any) -> Callable[[Sequence[dict[str, Any]]], list[int]]:
     """
     method = getattr(type(trainer), "_get_tool_suffix_ids", None)
     if method is None or not method.__module__.startswith("trl."):
-        return trainer._get_tool_suffix_ids  # type: ignore[no-any-return]
+        return trainer._get_tool_suffix_ids
     reads = ("_is_vlm", "chat_template", "chat_template_kwargs", "_tokenizer")
     stand_in = SimpleNamespace(**{name: getattr(trainer, name) for name in reads})
     inner = own_tokenizer(trainer.processing_class)
@@ -302,7 +306,7 @@ def observer(trainer: Any) -> Callable[[Sequence[dict[str, Any]]], list[int]]:
     return observe
 
 
-def _rendered(trainer: Any, tokenizer: Any, messages: list[dict[str, Any]]) -> str:
+def _rendered(trainer: SimpleNamespace, tokenizer: Any, messages: list[dict[str, Any]]) -> str:
     """Return the text of a short conversation that ends with these tool messages, rendered as TRL renders it to get
     their ids."""
     call = {"type": "function", "function": {"name": messages[0]["name"], "arguments": {}}}

@@ -233,6 +233,12 @@ def test_choices_that_cannot_be(run, hybrid, message):
         run(GRPOTrainer, hybrid=hybrid, train=False)
 
 
+def test_a_term_of_the_loss_is_not_missed_where_nothing_is_trained(run):
+    hybrid = {"algorithm": "positive_nll", "rollout_only": True}
+    logs = run(GRPOTrainer, hybrid=hybrid, max_steps=1).logs
+    assert logs[0]["loss"] == 0.0
+
+
 def test_what_a_term_adds_to_the_metrics_is_logged(run):
     """It is computed after the rollout, whose metrics are in the log already, and before the next one."""
 

@@ -225,7 +225,7 @@ class Rig:
             GATE.set()
             rollout.options = rollout.runner._options = before
         _, ids, mask, messages, logprobs, *_ = self.generated
-        self.conversations = self.trainer._conversations
+        self.conversations = self.trainer._run.batch.conversations
         return list(zip(ids, mask, messages, logprobs, self.totals, strict=True))
 
     def at_rest(self):

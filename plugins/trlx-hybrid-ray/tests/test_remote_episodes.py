@@ -124,7 +124,7 @@ class Rig:
         self.trainer.session.sampler.forget()
         self.batch = self.trainer._generate_and_score_completions([dict(row) for row in self.rows])
         _, ids, masks, messages, *_ = self.generated
-        rewards = [tuple(None if math.isnan(x) else x for x in row) for row in self.trainer._rewards.tolist()]
+        rewards = [tuple(None if math.isnan(x) else x for x in row) for row in self.trainer._run.batch.rewards.tolist()]
         return list(zip(ids, masks, messages, strict=True)), rewards
 
 
@@ -149,7 +149,7 @@ def test_a_killed_environment_ends_its_trajectory_and_no_other(rig, caplog):
     unscored = next(i for i in range(ROWS) if i not in victims)
     with caplog.at_level(logging.WARNING):
         after, scored = rig.roll({str(i): where for i, where in {**victims, unscored: "get_reward"}.items()})
-    conversations = rig.trainer._conversations
+    conversations = rig.trainer._run.batch.conversations
     for i in range(ROWS):
         if i in victims:
             ids, mask, _ = after[i]

@@ -107,7 +107,7 @@ def test_what_a_killed_worker_takes_with_it(rig, undisturbed, seed, record_prope
     mark.unlink()
     late = (over := mark.with_suffix(".over")).exists()
     over.unlink(missing_ok=True)
-    failure = rig.trainer._conversations[victim].failure
+    failure = rig.trainer._run.batch.conversations[victim].failure
     outcome = "masked" if failure else "unscored" if scored[victim] != rewards[victim] else "untouched"
     record_property("phase", phase)
     record_property("outcome", outcome)

@@ -1,0 +1,366 @@
+"""Construction of a trainer: its arguments choose components before TRL's `__init__`; afterwards the session, the
+callbacks and the parts are attached to it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import TrainerCallback
+from trl.distributed import DistributedBackend
+
+from ..config import HybridConfig
+from ..contract.types import Sampling
+from ..errors import ConfigError
+from ..interprocess.ranks import Ranks
+from ..plugins.host import Host, check_ranks_agree
+from ..plugins.selection import Selection, TrainerArguments, choose_algorithms, choose_environment, select
+from ..policy.first_step import FirstStep, refuse_idle
+from ..policy.policy import Policy, transformers_model
+from ..policy.positions import Positions
+from ..routing import RouterReplay
+from ..session import Session
+from . import over_support, tool_calling
+from .arguments import (
+    check_skipped,
+    environment_arguments,
+    refuse_empty,
+    refuse_penalties,
+    refuse_reserved,
+    sampling_of,
+    score_as_sampled,
+    trainer_arguments,
+)
+from .borrowed import BORROWED, GENERATING, SCORED_BESIDE
+from .checkpoint import Checkpoints
+from .data_order import DataOrder
+from .generation import Generation
+from .prompts import refuse_missing_prompts
+from .recording import Recording
+from .reference import reference_of_active, refuse_tied_token_rows
+from .refusals import DEFERRED, KEPT_IDS, OTHER_PROMPTS, ROUTER_REPLAY, SCORER, SCORING, Facts, overriding
+from .replay import Recorder, Replay
+from .rewards import HOOK, refuse_missing_package, refuse_other_arguments
+from .session_metrics import SessionMetrics
+from .state import RunState
+from .step_metrics import StepMetrics
+from .stock import StockTrainer
+from .truncation_rule import BY_TOKEN, MASKS, rule_of
+
+STOCK = select(HybridConfig(), TrainerArguments(engine_options={}), Host().registry)
+"""The selection of a trainer for which nothing is chosen."""
+
+
+@dataclass(slots=True, eq=False)
+class Chosen:
+    """The choices for a run, made before TRL's `__init__`.
+
+    Attributes:
+        config: the run's settings.
+        host: the plugins.
+        selection: the chosen components; STOCK before they are chosen.
+        complete: whether they are chosen.
+        replayed: the recording that the run replays; None where it samples.
+    """
+
+    config: HybridConfig
+    host: Host
+    selection: Selection = STOCK
+    complete: bool = False
+    replayed: Recording | None = None
+
+    @classmethod
+    def of(cls, config: HybridConfig | Mapping[str, Any] | None, plugins: Sequence[object]) -> Chosen:
+        """Load the installed plugins, and the given ones beside them.
+
+        Args:
+            config: the run's settings, or a mapping of them.
+            plugins: objects with hook implementations.
+        """
+        coerced = HybridConfig.coerce(config)
+        return cls(coerced, Host.load(coerced.disable_plugins or (), plugins))
+
+    @property
+    def facts(self) -> Mapping[str, Any] | None:
+        """The facts of the recording that the run replays; None where it samples."""
+        return None if self.replayed is None else self.replayed.facts or {}
+
+
+# --- before TRL's `__init__` ------------------------------------------------------------------------------------------
+
+
+def choose(trainer: StockTrainer, chosen: Chosen, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Choose the run's components before TRL's own `__init__` loads the model, so that a wrong setting fails first.
+
+    Args:
+        given: the arguments of TRL's `__init__`, by name.
+
+    Returns:
+        The arguments that the component named by `HybridConfig.environment` adds to `given`, such as datasets and
+        reward functions.
+
+    Raises:
+        ConfigError: settings that contradict each other or do not fit this trainer.
+    """
+    config, registry, name = chosen.config, chosen.host.registry, type(trainer).__name__
+    environment = choose_environment(config, registry)
+    base = next(c for c in type(trainer).__mro__ if c in GENERATING)
+    brought = environment_arguments(environment, given, base) if environment is not None else {}
+    given = {**given, **brought}
+    if config.replay is not None:
+        chosen.replayed = Recording(config.replay)
+        if chosen.replayed.facts is None:
+            raise ConfigError(f"HybridConfig.replay: {config.replay} holds no recording (recording.json).")
+    tools = given.get("tools") or given.get("environment_factory")
+    arguments = trainer_arguments(given.get("args"), tools, given.get("rollout_func"))
+    algorithms = choose_algorithms(config, registry)
+    if algorithms and trainer._base_name != "GRPO":
+        raise ConfigError(
+            f"HybridConfig.algorithm={algorithms[0].component.name!r} cannot serve {name}: only GRPOTrainer leaves "
+            "rows out and takes other advantages. Leave it out."
+        )
+    selection = replace(select(config, arguments, registry), environment=environment, algorithms=algorithms)
+    chosen.selection, chosen.complete = selection, True
+    if config.scoring is not None:
+        own = overriding(trainer, SCORER)
+        if own is not None or trainer._base_name not in SCORING:
+            raise ConfigError(
+                f"HybridConfig.scoring={config.scoring!r} cannot serve {name}: "
+                f"{f'{own} computes its log-probs' if own else 'it is none of ' + ' and '.join(SCORING)}. "
+                "Leave it out."
+            )
+    if not selection.stock:
+        _refuse(trainer, given)
+    return brought
+
+
+def _refuse(trainer: StockTrainer, given: Mapping[str, Any]) -> None:
+    """Refuse arguments of TRL's `__init__` with which a run with an engine of this package would fail later, and set
+    the temperature that the trainer scores at to the one that the engine samples at."""
+    args, dataset, custom = given.get("args"), given.get("train_dataset"), given.get("rollout_func")
+    refuse_empty(dataset)
+    refuse_reserved(getattr(args, "generation_kwargs", None))
+    if args is not None and trainer._base_name in SCORING:
+        score_as_sampled(args)
+        refuse_penalties(sampling_of(args, trainer._base_name), args)
+    refuse_missing_package(given.get("reward_funcs"))
+    refuse_other_arguments(given.get("reward_funcs"), dataset, custom is not None)
+    refuse_missing_prompts(dataset, "train_dataset")
+
+
+def building(chosen: Chosen, given: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Return the context in which TRL's `__init__` must run with the arguments `given`: TRL then builds its reference
+    model from all active adapters of a PEFT model, not from one."""
+    return nullcontext() if chosen.selection.stock else reference_of_active(given.get("model"), given.get("args"))
+
+
+# --- after TRL's `__init__` -------------------------------------------------------------------------------------------
+
+
+def attach(trainer: StockTrainer, chosen: Chosen, starts: Callable[[int], None]) -> RunState:
+    """Create the session once TRL has built the trainer, and connect both: check the settings that need the model, add
+    the callbacks, and put this package's engine in place of TRL's. Collective.
+
+    Args:
+        starts: called with the number of finished optimizer steps when training starts.
+    """
+    session, left_out_by = _session(trainer, chosen)
+    trainer.session = session
+    weakref.finalize(trainer, session.close).atexit = False  # at exit, the session closes itself
+    config, selection = chosen.config, chosen.selection
+    if hasattr(trainer, "reward_funcs") and chosen.replayed is None:
+        session.advantages_plugin = chosen.host.only(HOOK)
+        _check_algorithms(trainer, config)
+    if getattr(trainer, "_is_vlm", False) and not selection.stock:
+        tool_calling.skip_absent_images(session.policy.base)
+    if trainer._base_name in SCORING:
+        session.scores_apart = DEFERRED.refused(Facts(trainer))
+    if config.router_replay:
+        _replay_routers(trainer, chosen)
+    sampled = bool((chosen.facts or {}).get("sampler"))
+    if not selection.stock or config.scoring is not None or sampled:
+        others = (getattr(trainer, name, None) for name in SCORED_BESIDE)
+        models = (session.policy.base, *(transformers_model(model) for model in others if model is not None))
+        session.positions = Positions(models)
+    steps = None
+    ours = not selection.stock or config.scoring is not None or chosen.replayed is not None
+    if ours and session.policy.device.type in ("cpu", "cuda"):
+        steps = StepMetrics(session, weakly(trainer), flops=trainer._base_name in SCORING)
+        trainer.add_callback(steps)  # first, so that it times the optimizer's step alone
+    trainer.add_callback(SessionCallback(session, starts))
+    if not selection.stock:
+        _put_engine(trainer, session)
+    if config.rollout_only:
+        session.notes.append("rollout_only: batches are sampled and scored, and nothing is trained")
+    return RunState(
+        session=session,
+        checkpoints=Checkpoints(session),
+        order=DataOrder(session),
+        metrics=SessionMetrics(session),
+        recorder=None if config.record is None else Recorder(session, config.record),
+        replay=None if chosen.replayed is None else Replay(trainer, chosen.replayed),
+        steps=steps,
+        left_out_by=left_out_by,
+        borrowed=BORROWED,
+    )
+
+
+def weakly(trainer: StockTrainer) -> Callable[[], Any]:
+    """Return a function that returns the trainer: what the trainer holds must not keep it alive."""
+    return weakref.ref(trainer)
+
+
+def _session(trainer: StockTrainer, chosen: Chosen) -> tuple[Session, str | None]:
+    """Create the session of a trainer.
+
+    Returns:
+        The session; and the sampling setting that leaves ids out, where log-probs are computed over the others only.
+    """
+    args, ranks = trainer.args, Ranks(trainer.accelerator)
+    check_ranks_agree(ranks.gather(chosen.host.plugins))
+    this, backend = weakly(trainer), DistributedBackend(trainer.accelerator)
+    policy = Policy(
+        lambda: this().model,
+        trainer.processing_class,
+        trainer.accelerator.device,
+        fsdp_version=backend.fsdp_version,
+        gather=backend.gather_params,
+    )
+    if trainer._base_name in SCORING:
+        refuse_tied_token_rows(policy)
+    sampling = sampling_of(args, trainer._base_name)
+    over, left_out_by, note = _kept_ids(trainer, chosen, sampling)
+    session = Session(
+        chosen.host,
+        chosen.config,
+        chosen.selection,
+        args=args,
+        sampling=sampling,
+        policy=policy,
+        ranks=ranks,
+        step=lambda: this().state.global_step,
+        over_support=over,
+        optimizer=lambda: this().optimizer,
+    )
+    session.notes += filter(None, [note])
+    return session, left_out_by
+
+
+def _kept_ids(trainer: StockTrainer, chosen: Chosen, sampling: Sampling) -> tuple[bool, str | None, str | None]:
+    """Decide whether this run computes a token's log-prob over the ids that the engine could sample (after top-k, top-p
+    and the like) instead of the whole vocabulary.
+
+    Returns:
+        Whether it does; the sampling setting that leaves ids out, if it does; and a note for the run's header, or None.
+        The note says what this costs in memory, or why it is impossible although the sampling leaves ids out.
+
+    Raises:
+        ConfigError: the replayed recording was scored in this way, and this run cannot be.
+    """
+    selection, replays = chosen.selection, chosen.replayed is not None
+    corrected = getattr(trainer, "vllm_importance_sampling_correction", False)
+    recorded = bool((chosen.facts or {}).get(over_support.FACT))
+    if trainer._base_name != "GRPO" or not corrected or (replays and not recorded) or (selection.stock and not replays):
+        return False, None, None
+    setting, reason = sampling.truncated_by(), KEPT_IDS.refused(Facts.of(trainer, selection, recorded))
+    if setting is None:
+        return reason is None, None, None
+    if reason is None:
+        size = trainer.args.generation_batch_size // trainer.accelerator.num_processes
+        vocabulary = trainer.model.config.get_text_config().vocab_size
+        return True, setting, over_support.forecast(sampling, size, vocabulary)
+    if recorded:
+        raise ConfigError(f"The recording was scored over the ids that {setting} kept, and {reason}. Leave it out.")
+    told = f"{setting} leaves ids out, and {reason}: long completions will count for almost nothing"
+    return False, None, f"importance sampling: {told}. {over_support.WAY_OUT}"
+
+
+def _check_algorithms(trainer: StockTrainer, config: HybridConfig) -> None:
+    """Refuse algorithms that do not fit each other's, a plugin's or a user's class.
+
+    Raises:
+        ConfigError: names both, and the way out.
+    """
+    algorithms, plugin = trainer.session.algorithms, trainer.session.advantages_plugin
+    named = algorithms.advantages_by
+    if named is not None and plugin is not None:
+        raise ConfigError(
+            f"HybridConfig.algorithm={named!r} and plugin {plugin.name!r} ({plugin.distribution}) "
+            "both have advantages of their own. Leave the one out, or disable the other: "
+            f"disable_plugins=[{plugin.name!r}]."
+        )
+    own = overriding(trainer, "_generate_and_score_completions") if named is not None else None
+    if own is not None:
+        raise ConfigError(
+            f"HybridConfig.algorithm={named!r} has advantages of its own, and {own} may change which "
+            "rows they are of. Leave it out."
+        )
+    reason = OTHER_PROMPTS.refused(Facts(trainer)) if algorithms.filters or algorithms.draws else None
+    if reason is not None:
+        names = ", ".join(config.algorithm or ())
+        raise ConfigError(f"HybridConfig.algorithm ({names}) cannot sample other prompts: {reason}.")
+
+
+def _replay_routers(trainer: StockTrainer, chosen: Chosen) -> None:
+    """Make the routers of the policy take the experts that the engine chose, or refuse to."""
+    reason = ROUTER_REPLAY.refused(Facts.of(trainer, chosen.selection, chosen.replayed is not None))
+    if reason is not None:
+        raise ConfigError(f"HybridConfig.router_replay cannot serve this run: {reason}. {ROUTER_REPLAY.way_out}")
+    trainer.session.router_replay = RouterReplay(trainer.session.policy.base)
+
+
+def _put_engine(trainer: StockTrainer, session: Session) -> None:
+    """Let TRL's code generate through the session's engine."""
+    args = trainer.args
+    check_skipped(args)
+    args.use_vllm, args.vllm_mode = True, "colocate"  # so that checkpoints record what ran
+    trainer.vllm_mode = "colocate"
+    trainer.vllm_generation = Generation(session)
+    trainer._last_loaded_step = -1
+    if getattr(args, MASKS, False) and rule_of(trainer) == BY_TOKEN:
+        session.notes.append(f"truncated completions: {BY_TOKEN}, for the rollout_func does not say")
+
+
+class SessionCallback(TrainerCallback):  # type: ignore[misc]
+    """A callback that tells the session when training starts, steps and logs.
+
+    Args:
+        starts: called with the number of finished optimizer steps when training starts, before the session is opened.
+    """
+
+    def __init__(self, session: Session, starts: Callable[[int], None]) -> None:
+        self._session, self._starts = session, starts
+        self._first: FirstStep | None = None
+
+    def on_train_begin(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
+        """Open the session, which starts the engine: by now the model is prepared and sharded, and its checkpoint is
+        loaded."""
+        session = self._session
+        trains = not session.config.rollout_only
+        if trains:
+            refuse_idle(session.policy, kwargs["optimizer"])
+        self._starts(state.global_step)
+        session.open()
+        followed = trains and not session.selection.stock
+        self._first = FirstStep(session.policy, session.ranks) if followed else None
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Record the weights before each of the first steps, so that `on_optimizer_step` can check that they
+        changed."""
+        if self._first is not None:
+            self._first.begins(kwargs["optimizer"])
+
+    def on_log(self, *args: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        """Pass the log line to the plugins' hook `trlx_log`."""
+        self._session.host.call("trlx_log", session=self._session, metrics=dict(logs or {}))
+
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Increase the weight version, so that the next rollout begins with a weight sync, and check that the first
+        steps changed some weights."""
+        if not self._session.config.rollout_only:
+            self._session.versions.changed()
+        if self._first is not None:
+            self._first.ended(self._session.step, kwargs["optimizer"])

@@ -1,0 +1,217 @@
+"""The trainer's state beside TRL's own: of a run, of an optimizer step (Window), of a generation (Batch), and of a
+micro-batch.
+
+A run has one window and one batch at a time, and replaces them. What outlives these, such as old log-probs that are
+still to come, lies in the run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..episodes.unparsed import UnparsedTurns
+from .checkpoint import Checkpoints
+from .data_order import DataOrder
+from .deferred import DeferredLogProbs
+from .joined import JoinedPass
+from .replay import Recorder, Replay
+from .session_metrics import SessionMetrics
+from .step_metrics import StepMetrics
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from torch import Tensor
+
+    from ..contract.conversation import Conversation
+    from ..contract.protocols import Groups, Scores
+    from ..contract.support import Support
+    from ..session import Session
+    from .stock import StockTrainer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Window:
+    """An optimizer step, whose gradients add up over its micro-batches.
+
+    Attributes:
+        step: number of the step; -1 before the first.
+        done: number of its micro-batches that are done.
+        joined: the forward pass that the next micro-batches share, until all of them have taken their scores.
+        to_measure: a micro-batch whose first row is scored once more, alone, when no pass is open.
+    """
+
+    step: int = -1
+    done: int = 0
+    joined: JoinedPass | None = None
+    to_measure: dict[str, Any] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """A generation: rows that are sampled together, from the request for them until they are scored.
+
+    Attributes:
+        scored: whether TRL is going to score the rows, for training or evaluation; False where a script only samples
+            them, and once they are scored.
+        in_rounds: whether the rows are sampled in several rounds, of which one is running.
+        row_numbers: for each group (the completions of one prompt) of all ranks, the number of its prompt's row in the
+            dataset; None where the order is TRL's.
+        generated: the result of TRL's `_generate`; None before.
+        sampled: whether `generated` is already there when TRL asks for it.
+        conversations: each row's conversation with tools; None where TRL runs the tools.
+        truncated: for each row, whether its completion was cut at its length limit; None where that is not known.
+        masked: (B,) bool, the truncated rows where TRL's rule would exclude others from the loss; else None.
+        made_mask: whether the rows had no loss mask, and got one for this exclusion.
+        known_rewards: (world * B, functions) rewards that were computed before TRL asks for them; else None.
+        rewards: (world * B, functions) rewards that are trained on, NaN where a function returned None.
+        groups: the groups with these rewards, where an algorithm judges them.
+        supports: for each row, the ids that each of its tokens was sampled from; None where all ids count.
+        kept: `supports` as tensors, see `kept_tokens.tensors_of`; made once.
+        skips_old: whether the next scoring is that of the old log-probs, and left out.
+        scores_old: whether the next scoring is that of the old log-probs, with the experts of the rollout.
+    """
+
+    scored: bool = False
+    in_rounds: bool = False
+    row_numbers: Sequence[int | None] | None = None
+    generated: Any = None
+    sampled: bool = False
+    conversations: list[Conversation] | None = None
+    truncated: list[bool] | None = None
+    masked: Tensor | None = None
+    made_mask: bool = False
+    known_rewards: Tensor | None = None
+    rewards: Tensor | None = None
+    groups: Groups | None = None
+    supports: list[Support] | None = None
+    kept: dict[str, Tensor] | None = None
+    skips_old: bool = False
+    scores_old: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class MicroBatch:
+    """Rows whose loss is being computed.
+
+    Attributes:
+        inputs: the rows as TRL trains on them, by name.
+        scores: their scores with the graph, where algorithms add terms to the loss.
+        logs_again: whether the loss is computed a second time, from stored scores, for TRL's metrics.
+        alone: whether it is one row that is scored once more for a comparison, and no loss is computed.
+    """
+
+    inputs: dict[str, Any]
+    scores: Scores | None = None
+    logs_again: bool = False
+    alone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Borrowed:
+    """Functions of TRL's that the parts call, and a module of TRL's.
+
+    Attributes:
+        parse_response: parses a model's turn into a message.
+        without_checkpointing: returns a context without gradient checkpointing, as TRL uses it for passes without
+            gradients.
+        head: the module in which TRL's fused head looks up its function by name.
+    """
+
+    parse_response: Callable[..., dict[str, Any]]
+    without_checkpointing: Callable[[StockTrainer], AbstractContextManager[None]]
+    head: ModuleType
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class RunState:
+    """The state of a run of a trainer.
+
+    Attributes:
+        session: the live objects of the run.
+        checkpoints, order: saving and resuming; the position in the data.
+        metrics: `session.metrics`, which are handed to TRL's log.
+        recorder: writes each batch to a recording; None where none is written.
+        replay: reads the batches from a recording; None where they are sampled.
+        steps: measures the time of a step; None where nothing is measured.
+        left_out_by: the sampling setting that leaves ids out, where log-probs are computed over the others only.
+        borrowed: functions of TRL's that the parts call.
+        deferred: the old log-probs that the losses' first forward passes compute.
+        window, batch, micro_batch: see there; the micro-batch is None outside of a loss.
+        generating: whether TRL's `_generate` runs, within which a user's rollout may ask for any scores.
+        sampled_at: the weight version that sampled a rollout, until its first loss; else None.
+        terms_added: whether algorithms have added their terms to the loss of the current training step.
+        unparsed: a counter of the assistant turns that TRL's parser could not parse.
+        said: keys of what was warned of, once per run.
+    """
+
+    session: Session
+    checkpoints: Checkpoints
+    order: DataOrder
+    metrics: SessionMetrics
+    recorder: Recorder | None
+    replay: Replay | None
+    steps: StepMetrics | None
+    left_out_by: str | None
+    borrowed: Borrowed
+    deferred: DeferredLogProbs = field(default_factory=DeferredLogProbs)
+    window: Window = field(default_factory=Window)
+    batch: Batch = field(default_factory=Batch)
+    micro_batch: MicroBatch | None = None
+    generating: bool = False
+    sampled_at: int | None = None
+    terms_added: bool = False
+    unparsed: UnparsedTurns = field(default_factory=UnparsedTurns)
+    said: set[str] = field(default_factory=set)
+
+    def part(self, name: str) -> AbstractContextManager[None]:
+        """Return a context that measures its time as a part of the optimizer step, see `StepMetrics.part`."""
+        return nullcontext() if self.steps is None else self.steps.part(name)
+
+    @contextmanager
+    def scored_batch(self) -> Iterator[Batch]:
+        """Return a context in which TRL has a batch sampled and scores it, and which gives the batch."""
+        batch = self.batch = Batch(scored=True)
+        try:
+            yield batch
+        finally:
+            batch.scored = batch.skips_old = batch.scores_old = False
+
+    @contextmanager
+    def generation(self) -> Iterator[None]:
+        """Return a context for TRL's `_generate`."""
+        self.generating = True
+        try:
+            yield
+        finally:
+            self.generating = False
+
+    @contextmanager
+    def scoring_alone(self, row: dict[str, Any]) -> Iterator[None]:
+        """Return a context in which one row, given as a batch of its own, is scored once more for a comparison."""
+        outer, self.micro_batch = self.micro_batch, MicroBatch(row, alone=True)
+        try:
+            yield
+        finally:
+            self.micro_batch = outer
+
+    def say_apart(self, reason: str) -> None:
+        """Warn, once per run, that old log-probs take a forward pass of their own."""
+        self.say_once(reason, "Old log-probs take a forward pass of their own: %s.", reason)
+
+    def say_once(self, key: str, text: str, *values: object) -> None:
+        """Warn on rank 0, once per run.
+
+        Args:
+            key: what the warning is about.
+            text: the warning, with placeholders of `logging` for `values`.
+        """
+        if key not in self.said and self.session.ranks.rank == 0:
+            logger.warning(text, *values)
+        self.said.add(key)

@@ -63,6 +63,17 @@ def test_no_module_imports_one_that_imports_it():
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the modules
 
 
+def test_what_is_imported_by_a_text_is_there():
+    known = modules()
+    for file in known.values():
+        for node in ast.walk(ast.parse(file.read_text())):
+            text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+            module, _, name = text.partition(":")
+            if re.fullmatch(r"trlx_hybrid\w*(\.\w+)+:\w+", text):
+                body = ast.parse(known[module].read_text()).body
+                assert name in {getattr(each, "name", None) for each in body}, f"{file}: {text}"
+
+
 def room(module):
     """Return the room of a module: the folder of its distribution in which it lies, or the module itself."""
     parts = module.split(".")

@@ -1,3 +1,4 @@
+import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -255,6 +256,19 @@ def test_a_built_component_is_held_against_its_protocol():
         engine.regions(None)
     with pytest.raises(EngineError, match="Whole takes no requests one at a time"):
         engine.stream(None)
+
+
+def test_a_factory_by_name_is_imported_when_it_is_called(tmp_path, monkeypatch):
+    (tmp_path / "imported_late.py").write_text("def weights(session, options): return session, options\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    component = component_of("imported_late:weights")
+    assert "imported_late" not in sys.modules
+    assert component.factory(1, 2) == (1, 2)
+    monkeypatch.delitem(sys.modules, "imported_late")
+    with pytest.raises(ComponentError, match="failed in `factory`: ModuleNotFoundError: No module named 'no_such'"):
+        component_of("no_such.place:Engine").build(None, None)
+    with pytest.raises(ComponentError, match=r"with a factory that is a str\. .*module:Class"):
+        component_of("no_such.place")
 
 
 def test_what_an_engine_generates_is_one_completion_per_request():

@@ -3,6 +3,8 @@ SLOTS). Plugins offer named components for slots, and a run chooses among them."
 
 from __future__ import annotations
 
+import pkgutil
+import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -179,6 +181,14 @@ def _protocol(slot: Slot) -> type[Any]:
     return {**protocols, "algorithm": Algorithm, "environment": EnvironmentArguments}[slot]
 
 
+IMPORTED = re.compile(r"\w+(\.\w+)*:\w+")
+"""The form of a factory that is imported only when it is called: "module:name"."""
+
+
+def _imported(place: str) -> Callable[[Any, Any], Any]:
+    return lambda session, options: pkgutil.resolve_name(place)(session, options)
+
+
 class Registry:
     """The components that the loaded plugins offer, by slot and name."""
 
@@ -186,18 +196,19 @@ class Registry:
         self._components: dict[Slot, dict[str, Component]] = {slot: {} for slot in SLOTS}
         self._offering = self._distribution = BUILTIN
 
-    def offer(self, slot: Slot, name: str, factory: Callable[..., Any], **declared: Any) -> None:
+    def offer(self, slot: Slot, name: str, factory: Callable[..., Any] | str, **declared: Any) -> None:
         """Register a component. A plugin calls this in its hook `trlx_register`.
 
         Args:
             slot: the part of a run that the component can fill, see SLOTS.
             name: the name by which users choose it.
-            factory: called with the session and the validated options; returns the component's object.
+            factory: called with the session and the validated options; returns the component's object. As a text,
+                "module:name", it is a class or function that is imported only when the component is built.
             declared: further attributes of `Component`.
 
         Raises:
-            ComponentError: the slot is unknown, the factory does not take (session, options), or another plugin has
-                taken the name.
+            ComponentError: the slot is unknown, the factory does not take (session, options) or is a text of another
+                form, or another plugin has taken the name.
             TypeError: `declared` has an unknown attribute.
         """
         if slot not in self._components:
@@ -205,12 +216,14 @@ class Registry:
                 f"Plugin {self._offering!r} ({self._distribution}) offers {name!r} for a slot {slot!r}, which there is "
                 f"not.{did_you_mean(slot, SLOTS)} Slots: {', '.join(SLOTS)}."
             )
+        if isinstance(factory, str) and IMPORTED.fullmatch(factory):
+            factory = _imported(factory)
         if not callable(factory) or not accepts(factory, None, None):
             found = f"takes {described(factory)}" if callable(factory) else f"is a {type(factory).__name__}"
             raise ComponentError(
                 f"Plugin {self._offering!r} ({self._distribution}) offers {slot} {name!r} with a factory that {found}. "
                 "It is called with the session and the options, and returns the component: "
-                "`lambda session, options: ...`."
+                '`lambda session, options: ...`, or "module:Class".'
             )
         taken = self._components[slot].get(name)
         if taken is not None:

@@ -13,15 +13,7 @@ if TYPE_CHECKING:
     from trlx_hybrid.plugins.registry import Registry
     from trlx_hybrid.session import Session
 
-    from .multi_turn import MultiTurn
-
 logger = logging.getLogger(__name__)
-
-
-def _multi_turn(session: Session, options: MultiTurnOptions) -> MultiTurn:
-    from .multi_turn import MultiTurn
-
-    return MultiTurn(session, options)
 
 
 @hookimpl
@@ -30,7 +22,7 @@ def trlx_register(registry: Registry) -> None:
     registry.offer(
         "rollout",
         "multi_turn",
-        _multi_turn,
+        "trlx_hybrid_multiturn.multi_turn:MultiTurn",
         options=MultiTurnOptions,
         needs={"streams"},
         converses=True,

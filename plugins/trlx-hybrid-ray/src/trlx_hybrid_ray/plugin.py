@@ -16,14 +16,6 @@ if TYPE_CHECKING:
     from trlx_hybrid.plugins.registry import Registry
     from trlx_hybrid.session import Session
 
-    from .engines.engine import RemoteEngine
-
-
-def _remote(session: Session, options: RemoteOptions) -> RemoteEngine:
-    from .engines.engine import RemoteEngine
-
-    return RemoteEngine(session, options)
-
 
 def _refuses(session: Session, options: RemoteOptions) -> str | None:
     from .engines.engine import served_by
@@ -45,7 +37,7 @@ def trlx_register(registry: Registry) -> None:
     registry.offer(
         "engine",
         "remote",
-        _remote,
+        "trlx_hybrid_ray.engines.engine:RemoteEngine",
         options=RemoteOptions,
         refuses=_refuses,
         streams=True,

@@ -10,14 +10,7 @@ from trlx_hybrid.plugins.hookspecs import hookimpl
 from .options import ReshardOptions
 
 if TYPE_CHECKING:
-    from trlx_hybrid.contract.protocols import Run, WeightSync
     from trlx_hybrid.plugins.registry import Registry
-
-
-def _reshard(session: Run, options: ReshardOptions) -> WeightSync:
-    from .sync import ReshardSync
-
-    return ReshardSync(session, options)
 
 
 @hookimpl
@@ -26,7 +19,7 @@ def trlx_register(registry: Registry) -> None:
     registry.offer(
         "weights",
         "reshard",
-        _reshard,
+        "trlx_hybrid_reshard.sync:ReshardSync",
         order=40,
         options=ReshardOptions,
         summary="FSDP2 or DDP policy to tensor-parallel shards; sends each rank only the bytes it lacks",

@@ -12,14 +12,8 @@ from trlx_hybrid.plugins.hookspecs import hookimpl
 from .options import PackedOptions, TrainingOptions
 
 if TYPE_CHECKING:
-    from trlx_hybrid.contract.protocols import Run, Scoring
+    from trlx_hybrid.contract.protocols import Run
     from trlx_hybrid.plugins.registry import Registry
-
-
-def _packed(session: Run, options: PackedOptions) -> Scoring:
-    from .scoring import Packed
-
-    return Packed(session, options)
 
 
 @hookimpl
@@ -28,7 +22,7 @@ def trlx_register(registry: Registry) -> None:
     registry.offer(
         "scoring",
         "packed",
-        _packed,
+        "trlx_hybrid_training.scoring:Packed",
         options=PackedOptions,
         summary="padding-free forward; old log-probs taken from the first training forward",
     )

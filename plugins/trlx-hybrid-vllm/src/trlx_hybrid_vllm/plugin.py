@@ -19,15 +19,6 @@ if TYPE_CHECKING:
     from trlx_hybrid.plugins.registry import Registry
     from trlx_hybrid.session import Session
 
-    from .engine import VLLMEngine
-    from .server.server import VLLMServerPlan
-
-
-def _engine(session: Session, options: VLLMOptions) -> VLLMEngine:
-    from .engine import VLLMEngine
-
-    return VLLMEngine(session, options)
-
 
 def _refuses(session: Session, options: VLLMOptions) -> str | None:
     from .arguments import refuses, refuses_routing
@@ -59,18 +50,6 @@ def _lora(session: Session, options: Any) -> WeightSync:
     return LoraSync(session)
 
 
-def _merged(session: Session, options: MergedOptions) -> WeightSync:
-    from .weight_sync.merged import MergedSync
-
-    return MergedSync(session, options)
-
-
-def _server(session: Session, options: VLLMOptions) -> VLLMServerPlan:
-    from .server.server import server_plan
-
-    return server_plan(session, options)
-
-
 def _server_refuses(session: Session, options: VLLMOptions) -> str | None:
     from .arguments import refuses
 
@@ -80,12 +59,6 @@ def _server_refuses(session: Session, options: VLLMOptions) -> str | None:
         return "remote engines have no pipeline stages. Leave pipeline_parallel_size out."
     reason = refuses(session.policy, options.tensor_parallel_size, options, slots=False)
     return reason or _refuses_support(session, options)
-
-
-def _transfer(session: Session, options: TransferOptions) -> WeightSync:
-    from .weight_sync.transfer import TransferSync
-
-    return TransferSync(session, options)
 
 
 @hookimpl
@@ -115,7 +88,7 @@ def trlx_register(registry: Registry) -> None:
     registry.offer(
         "weights",
         "merged",
-        _merged,
+        "trlx_hybrid_vllm.weight_sync.merged:MergedSync",
         options=MergedOptions,
         order=110,
         by_name=True,
@@ -124,7 +97,7 @@ def trlx_register(registry: Registry) -> None:
     registry.offer(
         "engine",
         "vllm",
-        _engine,
+        "trlx_hybrid_vllm.engine:VLLMEngine",
         options=VLLMOptions,
         unavailable=unavailable,
         refuses=_refuses,
@@ -136,7 +109,7 @@ def trlx_register(registry: Registry) -> None:
     registry.offer(
         "weights",
         "transfer",
-        _transfer,
+        "trlx_hybrid_vllm.weight_sync.transfer:TransferSync",
         order=60,
         options=TransferOptions,
         summary="full tensors to engines in other processes, through vLLM's weight-transfer engines",
@@ -144,7 +117,7 @@ def trlx_register(registry: Registry) -> None:
     registry.offer(
         "server",
         "vllm",
-        _server,
+        "trlx_hybrid_vllm.server.server:server_plan",
         options=VLLMOptions,
         unavailable=unavailable,
         refuses=_server_refuses,

@@ -104,6 +104,13 @@ def test_every_page_is_in_the_navigation(site: Path) -> None:
             assert f'href="{page.relative_to(DOCS).with_suffix("")}/"' in home
 
 
+def test_every_file_has_a_sentence(site: Path) -> None:
+    page = (site / "files" / "index.html").read_text()
+    files = [file for root in (ROOT / "trlx_hybrid", *ROOT.glob("plugins/*/src/*")) for file in root.rglob("*.py")]
+    names = {file.name for file in files if file.name not in ("__init__.py", "__main__.py")}
+    assert names == set(re.findall(r"<td><code>([\w.]+\.py)</code></td>\s*<td>[^<]", page))
+
+
 def test_tables_of_a_terminal_are_not_wrapped() -> None:
     """Neither by the site's style nor by the theme's, which scrolls."""
     assert "pre-wrap" not in (DOCS / "assets" / "extra.css").read_text()

@@ -16,7 +16,7 @@ def digest(named: Iterable[tuple[str, Tensor]]) -> int:
     It does not depend on the tensors' order or shapes, but on their names and on where in a tensor each value lies.
     Waits for the device once.
     """
-    from trlx_hybrid_vllm.server.worker import digest as of_one
+    from trlx_hybrid_vllm.remote.worker import digest as of_one
 
     total = None
     for name, tensor in named:

@@ -132,7 +132,7 @@ def arms_of(session: Any, peaks: dict[str, int], unrecorded: bool) -> list[Arm]:
     """Return the arms. Each syncs the same weights into the same engine, which slept before; each round changes them
     first.
     """
-    from trlx_hybrid_vllm.internals import model_of
+    from trlx_hybrid_vllm.private.engine import model_of
 
     engine, weights = session.live_engine, session.weights
     parameters = dict(model_of(engine.llm).named_parameters())

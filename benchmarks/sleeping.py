@@ -79,7 +79,7 @@ class KVMemory(Contestant):
 
     def _storages(self) -> list[Any]:
         from trlx_hybrid.memory.ledger import storages
-        from trlx_hybrid_vllm.internals import kv_caches
+        from trlx_hybrid_vllm.private.engine import kv_caches
 
         return storages(kv_caches(self.llm))
 
@@ -149,7 +149,7 @@ class HybridKVMemory(KVMemory, Hybrid):
     def greedy_awake(self) -> list[list[int]]:
         """Sample greedily from the engine as it is."""
         from trlx_hybrid.contract.types import Request, Sampling
-        from trlx_hybrid_vllm.internals import drain
+        from trlx_hybrid_vllm.private.engine import drain
 
         requests = [Request(prompt_ids=prompt, seed=0) for prompt in self._prompts("greedy", 8)]
         sampling = Sampling(max_tokens=8, top_k=1, extra={"ignore_eos": True})

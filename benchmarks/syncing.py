@@ -54,7 +54,7 @@ class Syncing(Contestant):
 
     def engine_parameters(self) -> Iterator[tuple[str, Any]]:
         """Yield the engine's parameters with vLLM's names."""
-        from trlx_hybrid_vllm.internals import model_of
+        from trlx_hybrid_vllm.private.engine import model_of
 
         yield from model_of(self.generation.llm).named_parameters()
 

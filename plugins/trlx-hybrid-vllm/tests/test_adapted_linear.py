@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from interpreting import interpreted
 
 INTERPRETED = """
-from trlx_hybrid_vllm.adapted_linear import with_b, with_b_in_torch
+from trlx_hybrid_vllm.private.adapted_linear import with_b, with_b_in_torch
 
 for tokens, sizes, rank, dtype, biased in (
     (1, [64], 16, torch.float32, False),
@@ -40,14 +40,14 @@ def test_the_kernel_adds_what_torch_adds():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_kernel_is_right_on_this_gpu():
-    from trlx_hybrid_vllm.adapted_linear import runs_here
+    from trlx_hybrid_vllm.private.adapted_linear import runs_here
 
     assert runs_here()
 
 
 def test_the_weight_and_its_adapter_are_one_product():
     """Of three fused layers, each with an adapter of its own, against what each computes alone."""
-    from trlx_hybrid_vllm.adapted_linear import adapted_linear, spare_rows
+    from trlx_hybrid_vllm.private.adapted_linear import adapted_linear, spare_rows
 
     torch.manual_seed(0)
     sizes, rank, columns = [5, 3, 4], 3, 7

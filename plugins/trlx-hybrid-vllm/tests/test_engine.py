@@ -16,10 +16,11 @@ from trlx_hybrid.contract.types import Phase, Request, Sampling
 from trlx_hybrid.errors import ConfigError, EngineError, StaleWeightsError
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.testing.processes import Script
-from trlx_hybrid_vllm import internals, versions
+from trlx_hybrid_vllm import versions
 from trlx_hybrid_vllm.arguments import serves_scheduler, shared_arguments
+from trlx_hybrid_vllm.generate.sampling import sampling_params
 from trlx_hybrid_vllm.options import VLLMOptions
-from trlx_hybrid_vllm.sampling import sampling_params
+from trlx_hybrid_vllm.private import engine as internals
 
 from tests.support.agreement import gap
 

@@ -22,7 +22,7 @@ from trlx_hybrid.errors import (
     SyncError,
 )
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
-from trlx_hybrid_vllm import internals
+from trlx_hybrid_vllm.private import engine as internals
 from vllm import SamplingParams
 
 PROMPTS = [[5, 6, 7, 40], list(range(10, 23)), [90]]

@@ -8,13 +8,13 @@ from peft import LoraConfig, get_peft_model
 from trlx_hybrid.errors import SyncError
 from trlx_hybrid.policy.policy import Policy
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
-from trlx_hybrid_vllm import internals
-from trlx_hybrid_vllm.adapted_linear import Joined, adapters_under_weights, beside_slots
 from trlx_hybrid_vllm.arguments import write_without_weights
 from trlx_hybrid_vllm.engine import shut_down
-from trlx_hybrid_vllm.loader import WeightLoader
-from trlx_hybrid_vllm.lora import AdapterSlots, lora_arguments, lora_layers
+from trlx_hybrid_vllm.private import engine as internals
+from trlx_hybrid_vllm.private.adapted_linear import Joined, adapters_under_weights, beside_slots
 from trlx_hybrid_vllm.rendezvous import launcher_environment
+from trlx_hybrid_vllm.weights.adapter import AdapterSlots, lora_arguments, lora_layers
+from trlx_hybrid_vllm.weights.loader import WeightLoader
 
 PROMPTS = [[5, 6, 7, 40], list(range(10, 75)), [90]]  # a single token, and two full KV blocks of 32 to be cached
 
@@ -65,7 +65,7 @@ class Served:
                 max_num_batched_tokens=512,
                 enforce_eager=True,
                 logprobs_mode="processed_logprobs",
-                worker_cls="trlx_hybrid_vllm.cpu_worker.PlainWeightsCPUWorker",
+                worker_cls="trlx_hybrid_vllm.private.cpu_worker.PlainWeightsCPUWorker",
                 block_size=32,
                 enable_prefix_caching=True,
                 **arguments,

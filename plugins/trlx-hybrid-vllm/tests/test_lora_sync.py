@@ -10,8 +10,8 @@ from transformers import TrainerCallback
 from trlx_hybrid import hookimpl
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.testing.processes import rank_reports
-from trlx_hybrid_vllm.adapted_linear import Joined
-from trlx_hybrid_vllm.internals import model_of
+from trlx_hybrid_vllm.private.adapted_linear import Joined
+from trlx_hybrid_vllm.private.engine import model_of
 from vllm import SamplingParams
 
 from tests.support.agreement import gap

@@ -10,8 +10,8 @@ from trlx_hybrid import HybridConfig, HybridEngine, hookimpl
 from trlx_hybrid.errors import ComponentError, ConfigError, SyncError
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.testing.processes import rank_reports
-from trlx_hybrid_vllm import internals
-from trlx_hybrid_vllm.weight_sync.merged import SHARE, Factors, merge, rounded_at_random
+from trlx_hybrid_vllm.private import engine as internals
+from trlx_hybrid_vllm.weights.merged import SHARE, Factors, merge, rounded_at_random
 
 from tests.support.agreement import gap
 

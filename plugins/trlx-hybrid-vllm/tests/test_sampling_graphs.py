@@ -14,11 +14,13 @@ os.environ |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOG
 
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.contract.types import Request, Sampling
-from trlx_hybrid_vllm import internals, sampling_graphs, token_logprobs
+from trlx_hybrid_vllm.private import engine as internals
+from trlx_hybrid_vllm.private import sampling_graphs
+from trlx_hybrid_vllm.private import token_logprobs
 from trlx_hybrid_vllm.engine import shut_down
 from trlx_hybrid_vllm.rendezvous import launcher_environment
-from trlx_hybrid_vllm.sampling import sampling_params
-from trlx_hybrid_vllm.streaming import EngineStream, collect
+from trlx_hybrid_vllm.generate.sampling import sampling_params
+from trlx_hybrid_vllm.generate.streaming import EngineStream, collect
 from vllm import LLM
 
 ROWS = 6
@@ -31,7 +33,7 @@ with launcher_environment(0, 0, 1), internals.running(torch.float32):
         model=folder, dtype="float32", enforce_eager=True, kv_cache_memory_bytes=1 << 21, block_size=32,
         max_num_seqs=ROWS, max_model_len=96, distributed_executor_backend="external_launcher",
         worker_cls="vllm.v1.worker.cpu_worker.CPUWorker", logprobs_mode="processed_logprobs",
-        scheduler_cls="trlx_hybrid_vllm.scheduler.DecodeScheduler",
+        scheduler_cls="trlx_hybrid_vllm.private.scheduler.DecodeScheduler",
     )
 runner = llm.llm_engine.model_executor.driver_worker.model_runner
 assert not sampling_graphs.serves(llm) and sampling_graphs.sampling_graphs(llm) is None  # its layers are no graphs

@@ -6,13 +6,13 @@ import pytest
 import torch
 from trlx_hybrid.contract.types import Request
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
-from trlx_hybrid_vllm import internals
 from trlx_hybrid_vllm.engine import shut_down
+from trlx_hybrid_vllm.generate.streaming import EngineStream
+from trlx_hybrid_vllm.generate.streaming import collect as collect_from
+from trlx_hybrid_vllm.private import engine as internals
 from trlx_hybrid_vllm.rendezvous import launcher_environment
-from trlx_hybrid_vllm.streaming import EngineStream
-from trlx_hybrid_vllm.streaming import collect as collect_from
 
-OURS = "trlx_hybrid_vllm.scheduler.DecodeScheduler"
+OURS = "trlx_hybrid_vllm.private.scheduler.DecodeScheduler"
 BOTH = (None, OURS)
 BLOCK_BYTES = 2 * 2 * 2 * 32 * 32 * 4  # keys and values, layers, heads, head size, tokens of a block, float32
 
@@ -54,7 +54,7 @@ def engine(checkpoint, monkeypatch, started_once):
                 max_num_seqs=places,
                 max_model_len=128,
                 distributed_executor_backend="external_launcher",
-                worker_cls="trlx_hybrid_vllm.cpu_worker.PlainWeightsCPUWorker",
+                worker_cls="trlx_hybrid_vllm.private.cpu_worker.PlainWeightsCPUWorker",
                 logprobs_mode="processed_logprobs",
             )
             try:

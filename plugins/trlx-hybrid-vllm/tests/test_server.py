@@ -16,11 +16,11 @@ from trlx_hybrid.errors import ConfigError, EngineError, SyncError
 from trlx_hybrid.plugins.selection import Choice, Selection
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid_vllm.options import TransferOptions
-from trlx_hybrid_vllm.server.gloo import in_threads, messages, packed, unpacked
-from trlx_hybrid_vllm.server.sender import GroupClient, backend_of, init_info, nccl_missing
-from trlx_hybrid_vllm.server.server import VLLMServer
-from trlx_hybrid_vllm.server.support import ReturnedIds
-from trlx_hybrid_vllm.server.worker import Routes, differing, digest
+from trlx_hybrid_vllm.remote.gloo import in_threads, messages, packed, unpacked
+from trlx_hybrid_vllm.remote.sender import GroupClient, backend_of, init_info, nccl_missing
+from trlx_hybrid_vllm.remote.server import VLLMServer
+from trlx_hybrid_vllm.remote.support import ReturnedIds
+from trlx_hybrid_vllm.remote.worker import Routes, differing, digest
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer import ParamMeta
 from vllm.sampling_params import RequestOutputKind
@@ -91,7 +91,7 @@ def test_a_digest_is_of_bits_in_row_major_order_however_they_lie():
 def test_a_digest_of_many_pieces_is_that_of_one(monkeypatch):
     tensor = torch.randn(1000)
     whole = digest(tensor)
-    monkeypatch.setattr("trlx_hybrid_vllm.server.worker.PIECE", 7)
+    monkeypatch.setattr("trlx_hybrid_vllm.remote.worker.PIECE", 7)
     assert digest(tensor) == whole
 
 
@@ -175,7 +175,7 @@ def test_nccl_that_was_switched_off_is_refused(monkeypatch):
 
 
 def test_gloo_is_registered_once_with_both_factories():
-    from trlx_hybrid_vllm.server import gloo
+    from trlx_hybrid_vllm.remote import gloo
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     gloo.register()
@@ -225,8 +225,8 @@ def test_an_error_of_one_end_does_not_wait_for_the_other():
 
 def test_a_source_reads_what_is_left_of_a_pass():
     from trlx_hybrid.policy.policy import Policy
-    from trlx_hybrid_vllm.server.gloo import metadata_of
-    from trlx_hybrid_vllm.server.sender import PolicySource
+    from trlx_hybrid_vllm.remote.gloo import metadata_of
+    from trlx_hybrid_vllm.remote.sender import PolicySource
 
     model = tiny_model(dtype=torch.float32)
     source = PolicySource(Policy(lambda: model, None, torch.device("cpu")))

@@ -8,7 +8,7 @@ from safetensors import safe_open
 from trlx_hybrid.errors import ComponentError, SyncError
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.weights import verify as proof
-from trlx_hybrid_vllm import internals
+from trlx_hybrid_vllm.private import engine as internals
 
 from tests.support.agreement import gap
 
@@ -95,7 +95,7 @@ def test_experts_latents_and_states_survive_sleep(run, architecture):
 
 def test_what_vllm_computes_into_a_buffer_stays_when_the_parameters_are_made_random():
     """Qwen2.5-VL's scale of the pixels is such a buffer, and in no checkpoint."""
-    from trlx_hybrid_vllm.loader import dummy_load_format
+    from trlx_hybrid_vllm.weights.loader import dummy_load_format
     from vllm.config.load import LoadConfig
     from vllm.model_executor.model_loader import get_model_loader
 

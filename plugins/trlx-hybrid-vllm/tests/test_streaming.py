@@ -9,11 +9,11 @@ import torch
 from trlx_hybrid.contract.types import Request, Sampling
 from trlx_hybrid.errors import EngineError
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
-from trlx_hybrid_vllm import internals
 from trlx_hybrid_vllm.engine import shut_down
+from trlx_hybrid_vllm.generate.sampling import completion_of, prompt_of, sampling_params, with_seed
+from trlx_hybrid_vllm.generate.streaming import EngineStream
+from trlx_hybrid_vllm.private import engine as internals
 from trlx_hybrid_vllm.rendezvous import launcher_environment
-from trlx_hybrid_vllm.sampling import completion_of, prompt_of, sampling_params, with_seed
-from trlx_hybrid_vllm.streaming import EngineStream
 from vllm.exceptions import VLLMValidationError
 
 PLACES = 6
@@ -45,7 +45,7 @@ def llm(tmp_path_factory, request, started_once):
         patch.setattr(CpuPlatform, "check_and_update_config", classmethod(check_and_update_config))
         llm = LLM(
             model=str(folder),
-            scheduler_cls="trlx_hybrid_vllm.scheduler.DecodeScheduler" if ahead else None,
+            scheduler_cls="trlx_hybrid_vllm.private.scheduler.DecodeScheduler" if ahead else None,
             dtype="float32",
             enforce_eager=True,
             kv_cache_memory_bytes=64 * BLOCK_BYTES,
@@ -53,7 +53,7 @@ def llm(tmp_path_factory, request, started_once):
             max_num_seqs=PLACES,
             max_model_len=160,
             distributed_executor_backend="external_launcher",
-            worker_cls="trlx_hybrid_vllm.cpu_worker.PlainWeightsCPUWorker",
+            worker_cls="trlx_hybrid_vllm.private.cpu_worker.PlainWeightsCPUWorker",
             logprobs_mode="processed_logprobs",
         )
         assert llm.llm_engine.engine_core.engine_core.batch_queue_size == 1 + ahead

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from interpreting import interpreted
 
 INTERPRETED = """
-from trlx_hybrid_vllm import token_logprobs as ours
+from trlx_hybrid_vllm.private import token_logprobs as ours
 from vllm.v1.outputs import LogprobsTensors
 
 float32, bfloat16 = torch.float32, torch.bfloat16
@@ -50,7 +50,7 @@ def test_they_are_those_of_a_log_softmax():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_they_are_vllms_on_this_gpu():
-    from trlx_hybrid_vllm.token_logprobs import equal_to_vllm
+    from trlx_hybrid_vllm.private.token_logprobs import equal_to_vllm
 
     assert equal_to_vllm(torch.device("cuda"))
 

@@ -6,8 +6,8 @@ import trlx_hybrid
 from peft import LoraConfig
 from trlx_hybrid.errors import SyncError
 from trlx_hybrid.testing.models import tiny_model
-from trlx_hybrid_vllm.lora import AdapterSlots
-from trlx_hybrid_vllm.weight_sync.shared import SharedSync
+from trlx_hybrid_vllm.weights.adapter import AdapterSlots
+from trlx_hybrid_vllm.weights.shared import SharedSync
 
 SYNCS = 20
 """More than it takes to compare each of the model's tensors once, eight at a time."""

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 from trlx_hybrid.errors import EngineError
 from trlx_hybrid.testing.models import ARCHITECTURES, tiny_model
-from trlx_hybrid_vllm.internals import model_of
-from trlx_hybrid_vllm.loader import Route, Slice
-from trlx_hybrid_vllm.weight_map import PlacedBox, Places, WeightMap, joined, piece_of, regions
+from trlx_hybrid_vllm.private.engine import model_of
+from trlx_hybrid_vllm.weights.loader import Route, Slice
+from trlx_hybrid_vllm.weights.weight_map import PlacedBox, Places, WeightMap, joined, piece_of, regions
 
 # --- a real engine ----------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ from trlx_hybrid.contract.types import Request, Sampling
 from trlx_hybrid.errors import ConfigError, EngineError, StaleWeightsError, SyncError
 from trlx_hybrid.rollout.seeding import request_seed
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
-from trlx_hybrid_vllm import internals
-from trlx_hybrid_vllm.loader import WeightLoader
+from trlx_hybrid_vllm.private import engine as internals
+from trlx_hybrid_vllm.weights.loader import WeightLoader
 
 from tests.support.agreement import gap
 

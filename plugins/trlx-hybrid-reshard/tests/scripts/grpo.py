@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer, HybridConfig, hookimpl
 from trlx_hybrid.testing.models import character_tokenizer, sorting_prompts, tiny_grpo, tiny_model
-from trlx_hybrid_vllm.internals import model_of
+from trlx_hybrid_vllm.private.engine import model_of
 
 from tests.support.fsdp import FSDP2, use_fsdp_on_cpu
 

@@ -10,11 +10,11 @@ from trlx_hybrid.errors import did_you_mean
 from trlx_hybrid.policy.merging import untied_head
 from trlx_hybrid.policy.policy import Policy, layer_kinds
 
-from .internals import attention_of, is_latent, only_attends, unimportable, unquantised
-from .loader import dummy_load_format
-from .lora import unserved
 from .options import VLLMOptions
+from .private.engine import attention_of, is_latent, only_attends, unimportable, unquantised
 from .versions import untested
+from .weights.adapter import unserved
+from .weights.loader import dummy_load_format
 
 if TYPE_CHECKING:
     from trlx_hybrid.session import Session
@@ -194,7 +194,7 @@ def engine_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype)
     }
     arguments |= _memory(session, options, dtype, cpu) | dict(options.engine_args)
     if not cpu and serves_scheduler(arguments):
-        arguments.setdefault("scheduler_cls", "trlx_hybrid_vllm.scheduler.DecodeScheduler")
+        arguments.setdefault("scheduler_cls", "trlx_hybrid_vllm.private.scheduler.DecodeScheduler")
     return arguments
 
 
@@ -230,7 +230,7 @@ def shared_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype,
     if not cpu and _records_prompts(session, options, dtype):
         arguments |= _graphs_for_prompts(options, arguments["max_num_batched_tokens"])
     if cpu:
-        arguments["worker_cls"] = "trlx_hybrid_vllm.cpu_worker.PlainWeightsCPUWorker"
+        arguments["worker_cls"] = "trlx_hybrid_vllm.private.cpu_worker.PlainWeightsCPUWorker"
         arguments["block_size"] = KV_BLOCK
         arguments["enable_chunked_prefill"] = False  # vLLM's CPU sampler fails on a seeded prompt read in parts
         config = session.policy.base.config

@@ -21,8 +21,6 @@ from trlx_hybrid.memory.ledger import policy_tensors, storages
 from trlx_hybrid.policy.policy import Policy, modules_of
 from trlx_hybrid.session import Session
 
-from . import internals
-from .adapted_linear import adapters_under_weights, clear_adapters
 from .arguments import (
     MASKS,
     engine_arguments,
@@ -31,18 +29,20 @@ from .arguments import (
     returns_no_masks,
     write_without_weights,
 )
-from .internals import trainer_classes_kept
-from .loader import WeightLoader, counted
-from .lora import lora_arguments
+from .generate.sampling import sampling_params
+from .generate.streaming import EngineStream, ReplicaStream, collect
+from .generate.support import CapturedIds, KeptIds
 from .options import VLLMOptions
+from .private import engine as internals
+from .private.adapted_linear import adapters_under_weights, clear_adapters
+from .private.engine import trainer_classes_kept
+from .private.recorders import RoutingCapture
+from .private.sampling_graphs import SamplingGraphs, sampling_graphs
 from .rendezvous import address_of_this_host, launcher_environment, told_when_late
-from .routing import RoutingCapture
-from .sampling import sampling_params
-from .sampling_graphs import SamplingGraphs, sampling_graphs
-from .streaming import EngineStream, ReplicaStream, collect
-from .support import CapturedIds, KeptIds
 from .versions import untested
-from .weight_map import Places, WeightMap, refuses_writes, regions
+from .weights.adapter import lora_arguments
+from .weights.loader import WeightLoader, counted
+from .weights.weight_map import Places, WeightMap, refuses_writes, regions
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 ABORT_SECONDS = 5.0

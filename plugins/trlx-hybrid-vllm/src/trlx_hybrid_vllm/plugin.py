@@ -37,7 +37,7 @@ def _refuses_support(session: Session, options: VLLMOptions) -> str | None:
 
 def _shared(alias: bool) -> Callable[[Session, Any], WeightSync]:
     def factory(session: Session, options: Any) -> WeightSync:
-        from .weight_sync.shared import SharedSync
+        from .weights.shared import SharedSync
 
         return SharedSync(session, alias)
 
@@ -45,7 +45,7 @@ def _shared(alias: bool) -> Callable[[Session, Any], WeightSync]:
 
 
 def _lora(session: Session, options: Any) -> WeightSync:
-    from .weight_sync.lora import LoraSync
+    from .weights.lora import LoraSync
 
     return LoraSync(session)
 
@@ -88,7 +88,7 @@ def trlx_register(registry: Registry) -> None:
     registry.offer(
         "weights",
         "merged",
-        "trlx_hybrid_vllm.weight_sync.merged:MergedSync",
+        "trlx_hybrid_vllm.weights.merged:MergedSync",
         options=MergedOptions,
         order=110,
         by_name=True,
@@ -109,7 +109,7 @@ def trlx_register(registry: Registry) -> None:
     registry.offer(
         "weights",
         "transfer",
-        "trlx_hybrid_vllm.weight_sync.transfer:TransferSync",
+        "trlx_hybrid_vllm.remote.transfer:TransferSync",
         order=60,
         options=TransferOptions,
         summary="full tensors to engines in other processes, through vLLM's weight-transfer engines",
@@ -117,7 +117,7 @@ def trlx_register(registry: Registry) -> None:
     registry.offer(
         "server",
         "vllm",
-        "trlx_hybrid_vllm.server.server:server_plan",
+        "trlx_hybrid_vllm.remote.server:server_plan",
         options=VLLMOptions,
         unavailable=unavailable,
         refuses=_server_refuses,

@@ -16,7 +16,7 @@ from trlx_hybrid import HybridEngine
 from trlx_hybrid.errors import ComponentError
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid_vllm import engine as module
-from trlx_hybrid_vllm import internals
+from trlx_hybrid_vllm.private import engine as internals
 
 REPORT, KEPT = {}, []
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from trlx_hybrid import HybridConfig, HybridEngine
 from trlx_hybrid.errors import ComponentError
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
-from trlx_hybrid_vllm.internals import model_of
+from trlx_hybrid_vllm.private.engine import model_of
 
 
 def adapted():

@@ -18,7 +18,7 @@ from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from .cpu_layers import PLAIN_LAYERS
-from .internals import flat
+from .engine import flat
 
 IDENTITY = "VLLM_DIST_IDENT"
 """The environment variable with the prefix of vLLM's shared-memory names."""

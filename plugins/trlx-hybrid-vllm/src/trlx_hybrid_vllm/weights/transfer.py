@@ -12,13 +12,13 @@ from trlx_hybrid.errors import HybridError, SyncError, listed
 from trlx_hybrid.weights.verify import sampled_names
 
 from ..options import TransferOptions
-from ..server.server import VLLMServerPlan
+from ..remote.server import VLLMServerPlan
 
 if TYPE_CHECKING:
     from trlx_hybrid.session import Session
 
-    from ..server.sender import PolicySource
-    from ..server.worker import Routes
+    from ..remote.sender import PolicySource
+    from ..remote.worker import Routes
 
 ATTEMPTS = 3  # of one sync: engines that die in it are replaced
 SLACK = 30.0  # seconds that the whole has beyond the calls inside, so that the error of a call is reported
@@ -53,7 +53,7 @@ class TransferSync(WeightSync):
         """Return a note where the weights go through host memory because vLLM cannot use NCCL, else None."""
         from vllm.platforms import current_platform
 
-        from ..server.sender import REMEDY, nccl_missing
+        from ..remote.sender import REMEDY, nccl_missing
 
         if current_platform.is_cpu() or self._engine.plan.backend != "gloo" or not (why := nccl_missing()):
             return None
@@ -68,7 +68,7 @@ class TransferSync(WeightSync):
             SyncError: the sync failed for another reason than an engine's death, or engines died at each attempt.
             EngineError: no engine is left.
         """
-        from ..server.sender import PolicySource
+        from ..remote.sender import PolicySource
 
         source = self._source = self._source or PolicySource(self._session.policy)
         told = ""
@@ -125,8 +125,8 @@ class TransferSync(WeightSync):
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
         from vllm.utils.network_utils import get_open_port
 
-        from ..server import gloo
-        from ..server.sender import GroupClient, init_info
+        from ..remote import gloo
+        from ..remote.sender import GroupClient, init_info
 
         engine, options, rank = self._engine, self._options, self._session.ranks.rank
         if self._sender is None or self._joined != engine.servers:
@@ -152,7 +152,7 @@ class TransferSync(WeightSync):
         return self._sender
 
     def _learn(self) -> None:
-        from ..server.worker import Routes
+        from ..remote.worker import Routes
 
         assert self._source is not None
         meta = self._source.described
@@ -176,7 +176,7 @@ class TransferSync(WeightSync):
             ServerDiedError: an engine died meanwhile.
             SyncError: the work takes longer than the deadline.
         """
-        from ..server.gloo import in_threads
+        from ..remote.gloo import in_threads
 
         def watch() -> None:
             death = self._death() if self._session.ranks.rank == 0 else None
@@ -228,7 +228,7 @@ class TransferSync(WeightSync):
 
         Collective, because the tensors may be sharded. Other ranks return an empty list.
         """
-        from ..server.worker import differing
+        from ..remote.worker import differing
 
         weights = self._session.policy.full_weights(names)
         if self._session.ranks.rank:

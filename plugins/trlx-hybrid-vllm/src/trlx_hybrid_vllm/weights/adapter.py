@@ -20,7 +20,7 @@ from trlx_hybrid.policy.policy import Policy, unwrapped_name
 from trlx_hybrid.policy.sharded import whole
 from trlx_hybrid.weights.verify import Rotation
 
-from . import internals
+from ..private import engine as internals
 from .loader import differ, flagged
 
 ADAPTER_ID = 1
@@ -328,7 +328,7 @@ class AdapterSlots:
         Raises:
             SyncError: vLLM has no slot for an adapted module.
         """
-        from .adapted_linear import beside_slots
+        from ..private.adapted_linear import beside_slots
 
         wanted = {self._theirs(name): name for name, layer in self._layers.items() if self._adapter in layer.lora_A}
         self._slots, self._outside = [], []

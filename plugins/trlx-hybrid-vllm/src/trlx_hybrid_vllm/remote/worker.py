@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from trlx_hybrid.errors import SyncError, listed
 
-from ..internals import outside
-from ..loader import BITS, Route, Slice, WeightLoader, dummy_load_format
-from ..support import CapturedIds
+from ..generate.support import CapturedIds
+from ..private.engine import outside
+from ..weights.loader import BITS, Route, Slice, WeightLoader, dummy_load_format
 from . import gloo
 
 # vLLM imports this module before it loads the model and makes the worker's transfer engine.
@@ -63,7 +63,7 @@ class ServedWorker:
 
     def served_causal_pictures(self) -> str | None:
         """Return why this worker's model cannot sample prompts with images, or None; see `sampling.causal_pictures`."""
-        from ..sampling import causal_pictures
+        from ..generate.sampling import causal_pictures
 
         return causal_pictures(self.vllm_config)  # type: ignore[attr-defined]
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from trlx_hybrid.contract.types import LoadReport
 from trlx_hybrid.errors import SyncError
 
-from .internals import latent_attention, unwrapped
+from ..private.engine import latent_attention, unwrapped
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

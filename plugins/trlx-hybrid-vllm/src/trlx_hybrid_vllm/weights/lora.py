@@ -15,8 +15,8 @@ from trlx_hybrid.policy import quantised
 from trlx_hybrid.policy.frozen import Frozen
 from trlx_hybrid.weights.verify import SAMPLED_TENSORS, Rotation
 
-from ..loader import counted
-from ..lora import AdapterSlots
+from .adapter import AdapterSlots
+from .loader import counted
 from .shared import SharedSync, refuse_other_bits
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from trlx_hybrid.contract.support import Support
 
-from .. import internals
-from ..support import KeptIds
+from ..generate.support import KeptIds
+from ..private import engine as internals
 
 
 class ReturnedIds:

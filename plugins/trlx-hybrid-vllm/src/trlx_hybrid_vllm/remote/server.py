@@ -26,7 +26,7 @@ from ..arguments import (
     shared_arguments,
     write_without_weights,
 )
-from ..internals import EXACT, FLOAT32_PRODUCTS, keep_expanded_prompts
+from ..private.engine import EXACT, FLOAT32_PRODUCTS, keep_expanded_prompts
 
 if TYPE_CHECKING:
     from trlx_hybrid.session import Session
@@ -87,7 +87,7 @@ def server_plan(session: Session, options: VLLMOptions) -> VLLMServerPlan:
     size, backend = options.tensor_parallel_size, backend_of(session)
     arguments = shared_arguments(session, options, dtype, cpu) | {
         "distributed_executor_backend": "mp" if size > 1 else "uni",
-        "worker_extension_cls": "trlx_hybrid_vllm.server.worker.ServedWorker",
+        "worker_extension_cls": "trlx_hybrid_vllm.remote.worker.ServedWorker",
         "weight_transfer_config": {"backend": backend},
         "disable_log_stats": True,
     }
@@ -190,7 +190,7 @@ class VLLMServer:
 
     async def generate(self, request: Request, sampling: Sampling) -> Completion:
         """Sample one completion. Its tokens depend on the request alone: it brings its own seed."""
-        from ..sampling import (
+        from ..generate.sampling import (
             completion_of,
             forbidden,
             prompt_of,

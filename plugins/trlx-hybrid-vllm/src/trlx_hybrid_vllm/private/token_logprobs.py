@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from vllm.triton_utils import tl, triton
 
-from .internals import may_replace
+from .engine import may_replace
 
 BLOCK = 4096
 """The number of logits that one program of the kernel reads."""

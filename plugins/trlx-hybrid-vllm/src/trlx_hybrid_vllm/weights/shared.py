@@ -16,8 +16,8 @@ from trlx_hybrid.policy.frozen import Frozen
 from trlx_hybrid.policy.sharded import is_sharded
 from trlx_hybrid.weights.verify import Rotation
 
-from ..loader import differ, flagged
-from ..weight_map import Places
+from .loader import differ, flagged
+from .weight_map import Places
 
 if TYPE_CHECKING:
     from trlx_hybrid.session import Session

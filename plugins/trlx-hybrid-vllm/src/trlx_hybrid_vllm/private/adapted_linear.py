@@ -32,7 +32,7 @@ from vllm.platforms import current_platform
 from vllm.triton_utils import tl, triton
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from .internals import may_replace
+from .engine import may_replace
 
 LARGEST = 64
 """The largest adapter rank for which this is used. Above it, A's rows are no longer few beside the weight's."""

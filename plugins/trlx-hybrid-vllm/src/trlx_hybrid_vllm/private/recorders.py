@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
 
-from . import internals
+from . import engine as internals
 
 MISSING = -1
 

@@ -20,7 +20,8 @@ import torch
 from trlx_hybrid.contract.types import Completion, Request
 from trlx_hybrid.errors import EngineError
 
-from . import internals
+from ..private import engine as internals
+from ..private.token_logprobs import without_ranks
 from .sampling import (
     causal_pictures,
     completion_of,
@@ -31,11 +32,10 @@ from .sampling import (
     with_seed,
     without_placeholders,
 )
-from .token_logprobs import without_ranks
 
 if TYPE_CHECKING:
-    from .routing import RoutingCapture
-    from .sampling_graphs import SamplingGraphs
+    from ..private.recorders import RoutingCapture
+    from ..private.sampling_graphs import SamplingGraphs
     from .support import KeptIds
 
 

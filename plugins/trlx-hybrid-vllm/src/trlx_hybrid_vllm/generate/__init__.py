@@ -1,0 +1,1 @@
+"""Requests for completions: their conversion for vLLM, and streams of them while the engine steps."""

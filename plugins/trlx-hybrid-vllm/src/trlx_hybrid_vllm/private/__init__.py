@@ -1,0 +1,1 @@
+"""Everything of vLLM that this plugin uses beyond its documented names."""

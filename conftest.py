@@ -107,7 +107,7 @@ class FinishedRun:
         if hasattr(self.trainer, "session"):
             self.trainer.session.close()
         elif getattr(self.trainer, "vllm_generation", None) is not None:
-            from trlx_hybrid_vllm.engine import shut_down
+            from trlx_hybrid_vllm.private.ending import shut_down
 
             shut_down(self.trainer.vllm_generation.llm, made_default_group=True)
         for name in LAUNCHER_VARIABLES:  # TRL sets them and leaves them: the next accelerator would believe them

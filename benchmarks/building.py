@@ -69,7 +69,7 @@ def stock_engine(scale: Scale, variant: Variant) -> AbstractContextManager[Any]:
             "enforce_eager": True,
             "enable_sleep_mode": False,
             "block_size": 32,
-            "worker_cls": "trlx_hybrid_vllm.private.cpu_worker.PlainWeightsCPUWorker",
+            "worker_cls": "trlx_hybrid_vllm.private.cpu.PlainWeightsCPUWorker",
         }
     if variant.engine_dtype is not None:
         arguments["dtype"] = variant.engine_dtype

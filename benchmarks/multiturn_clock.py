@@ -73,7 +73,7 @@ class StepClock:
             if request_id in places:
                 self.cached[places[request_id]] = cached
 
-        inner.add, inner._core = noted, _Overheard(inner._core, seen)
+        inner.add, inner._stepper._core = noted, _Overheard(inner._stepper._core, seen)
 
 
 class _Overheard:

@@ -18,9 +18,11 @@ from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.testing.processes import Script
 from trlx_hybrid_vllm import versions
 from trlx_hybrid_vllm.arguments import serves_scheduler, shared_arguments
-from trlx_hybrid_vllm.generate.sampling import sampling_params
 from trlx_hybrid_vllm.options import VLLMOptions
-from trlx_hybrid_vllm.private import engine as internals
+from trlx_hybrid_vllm.private.engine import prefixes
+from trlx_hybrid_vllm.private.models import unimportable
+from trlx_hybrid_vllm.private.process import running
+from trlx_hybrid_vllm.sampling import sampling_params
 
 from tests.support.agreement import gap
 
@@ -253,7 +255,7 @@ def test_an_engine_that_could_not_be_built_leaves_nothing_behind_for_the_next(ru
 
 
 def test_vllm_internals_are_where_they_were(run):
-    """Names what broke when vLLM's version changes; internals.py is the only file that knows them."""
+    """Names what broke when vLLM's version changes; private/ is the only folder that knows them."""
     from vllm.distributed import parallel_state
     from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -274,7 +276,7 @@ def test_a_float32_engine_does_not_compute_in_tf32(monkeypatch):
     knobs = pytest.importorskip("triton.knobs")
 
     def precision(dtype):
-        with internals.running(dtype):
+        with running(dtype):
             return knobs.language.fp32_default
 
     assert precision(torch.float32) == "ieee"
@@ -296,7 +298,7 @@ def test_weights_do_not_change_under_requests_that_a_custom_rollout_left_unfinis
         pass
     llm.llm_engine.abort_request([left], internal=True)
     with session.rollout_phase(True):
-        assert internals.prefixes(llm) == 0
+        assert prefixes(llm) == 0
 
 
 def test_a_second_start_finds_what_the_first_compiled(run, monkeypatch):
@@ -400,7 +402,7 @@ def test_an_engine_for_conversations_records_steps_that_read_prompts(monkeypatch
     assert graphs(dtype=torch.float32) is None  # no FlashAttention
     for architecture in ("Mamba2ForCausalLM", "Qwen3NextForCausalLM", "Unknown"):
         assert graphs(architecture=architecture) is None
-    if internals.unimportable("Gemma3ForConditionalGeneration") is None:  # else it is refused before
+    if unimportable("Gemma3ForConditionalGeneration") is None:  # else it is refused before
         assert graphs(architecture="Gemma3ForConditionalGeneration") is None
     chunked = copy.deepcopy(plain)
     chunked.config.attention_chunk_size = 8192  # Llama 4

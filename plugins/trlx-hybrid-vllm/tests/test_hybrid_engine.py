@@ -22,7 +22,7 @@ from trlx_hybrid.errors import (
     SyncError,
 )
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
-from trlx_hybrid_vllm.private import engine as internals
+from trlx_hybrid_vllm.private.engine import model_of
 from vllm import SamplingParams
 
 PROMPTS = [[5, 6, 7, 40], list(range(10, 23)), [90]]
@@ -327,7 +327,7 @@ def test_a_hook_that_fails_at_a_phase_edge_leaves_the_memory_to_training(loop):
         assert session.phase is Phase.TRAIN
         engine = session.live_engine
         assert engine.asleep == {"weights", "kv_cache"}
-        assert not any(t.untyped_storage().nbytes() for t in internals.model_of(engine.llm).parameters())
+        assert not any(t.untyped_storage().nbytes() for t in model_of(engine.llm).parameters())
         asleep.add(engine.asleep_bytes)
     assert len(asleep) == 1
     assert run.gap(run.sample()) < 1e-5

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from trlx_hybrid.testing.processes import free_port, start_ranks, wait_all
-from trlx_hybrid_vllm.private import cpu_worker
+from trlx_hybrid_vllm.private import cpu as cpu_worker
 
 SCRIPT = Path(__file__).parent / "scripts" / "loop_distributed.py"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}

@@ -9,9 +9,11 @@ from trlx_hybrid.errors import SyncError
 from trlx_hybrid.policy.policy import Policy
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid_vllm.arguments import write_without_weights
-from trlx_hybrid_vllm.engine import shut_down
-from trlx_hybrid_vllm.private import engine as internals
 from trlx_hybrid_vllm.private.adapted_linear import Joined, adapters_under_weights, beside_slots
+from trlx_hybrid_vllm.private.ending import shut_down
+from trlx_hybrid_vllm.private.engine import model_of
+from trlx_hybrid_vllm.private.lora import adapter_slots_of
+from trlx_hybrid_vllm.private.process import running
 from trlx_hybrid_vllm.rendezvous import launcher_environment
 from trlx_hybrid_vllm.weights.adapter import AdapterSlots, lora_arguments, lora_layers
 from trlx_hybrid_vllm.weights.loader import WeightLoader
@@ -51,7 +53,7 @@ class Served:
         write_without_weights(policy, folder)
         with (
             launcher_environment(0, 0, 1),
-            internals.running(torch.float32),
+            running(torch.float32),
             adapters_under_weights(arguments["max_lora_rank"] if joined else None),
         ):
             self.llm = LLM(
@@ -65,12 +67,12 @@ class Served:
                 max_num_batched_tokens=512,
                 enforce_eager=True,
                 logprobs_mode="processed_logprobs",
-                worker_cls="trlx_hybrid_vllm.private.cpu_worker.PlainWeightsCPUWorker",
+                worker_cls="trlx_hybrid_vllm.private.cpu.PlainWeightsCPUWorker",
                 block_size=32,
                 enable_prefix_caching=True,
                 **arguments,
             )
-        self.loader = WeightLoader(internals.model_of(self.llm))
+        self.loader = WeightLoader(model_of(self.llm))
         self.load_base()
         self.slots = AdapterSlots(self.llm, policy)
 
@@ -84,7 +86,7 @@ class Served:
 
         params = SamplingParams(max_tokens=8, logprobs=0, ignore_eos=True, seed=version, detokenize=False)
         prompts = [{"prompt_token_ids": p} for p in PROMPTS]
-        with internals.running(torch.float32):
+        with running(torch.float32):
             outputs = self.llm.generate(prompts, params, use_tqdm=False, lora_request=self.slots.request(version))
         worst = 0.0
         for prompt, output in zip(PROMPTS, outputs, strict=True):
@@ -141,7 +143,7 @@ def test_the_engine_computes_what_the_unmerged_model_computes_version_after_vers
     architecture, shape, config = CASES[case]
     policy = policy_of(tiny_model(architecture, **shape), **config)
     served = serve(policy, joined=joined)
-    adapted = [w for w in served.slots._manager.modules.values() if hasattr(w, "lora_a_stacked")]
+    adapted = [w for w in served.slots._engine._manager.modules.values() if hasattr(w, "lora_a_stacked")]
     assert {isinstance(wrapper, Joined) for wrapper in adapted} == {joined}
     for version in range(3):
         perturb(policy.module, seed=version)
@@ -151,7 +153,7 @@ def test_the_engine_computes_what_the_unmerged_model_computes_version_after_vers
         assert served.gap(version) < 1e-5  # the prefix cache is on, and never reset
         assert all(torch.equal(p, before[name]) for name, p in policy.module.named_parameters())
     mine = {p.untyped_storage().data_ptr() for p in policy.module.parameters()}
-    slots = [t for wrapper in served.slots._manager.modules.values() for t in internals.adapter_slots_of(wrapper)]
+    slots = [t for wrapper in served.slots._engine._manager.modules.values() for t in adapter_slots_of(wrapper)]
     assert slots
     assert mine.isdisjoint(t.untyped_storage().data_ptr() for t in slots)
 
@@ -171,14 +173,14 @@ def test_stale_slots_differ_and_are_named(serve):
     served.slots.write()
     assert served.slots.differing() == []
     assert served.gap(1) < 1e-5
-    wrapper = served.slots._manager.modules["model.layers.0.self_attn.qkv_proj"]
+    wrapper = served.slots._engine._manager.modules["model.layers.0.self_attn.qkv_proj"]
     wrapper.lora_a_stacked[1][0, 0, 5, 7] = 1.0  # beyond rank 4
     assert served.slots.differing() == ["model.layers.0.self_attn.k_proj (outside the adapter)"]
     wrapper.lora_a_stacked[1][0, 0, 5, 7] = 0.0
     assert served.slots.differing() == []
     wrapper.joined_weight[-1, 0] = 1.0  # below the last A
     assert served.slots.differing() == ["model.layers.0.self_attn.q_proj (outside the adapter)"]
-    del served.slots._manager.modules["model.layers.1.self_attn.qkv_proj"]
+    del served.slots._engine._manager.modules["model.layers.1.self_attn.qkv_proj"]
     with pytest.raises(SyncError, match=r"no LoRA slot for model\.layers\.1\.self_attn\.q_proj.*k_proj.*gather"):
         AdapterSlots(served.llm, policy)
 
@@ -189,7 +191,7 @@ def test_slots_of_another_dtype_hold_what_was_scaled_in_the_adapters(serve):
     served.slots.write()
     assert served.slots.differing() == []
     b = policy.base.get_submodule("model.layers.1.mlp.down_proj").lora_B["default"].weight.detach()
-    slot = served.slots._manager.modules["model.layers.1.mlp.down_proj"].lora_b_stacked[0][0, 0, :, :4]
+    slot = served.slots._engine._manager.modules["model.layers.1.mlp.down_proj"].lora_b_stacked[0][0, 0, :, :4]
     assert torch.equal(slot, (b * 1.25).bfloat16())
     assert not torch.equal(slot, b.bfloat16() * 1.25)
     assert served.gap(0) < 0.2
@@ -224,13 +226,13 @@ def test_slots_survive_eviction_and_a_sleep_that_lost_them(serve):
     policy = policy_of(tiny_model("qwen3"))
     served = serve(policy)
     served.slots.write()
-    served.slots._manager.remove_all_adapters()  # as after a dummy run, or vLLM's own reload
+    served.slots._engine._manager.remove_all_adapters()  # as after a dummy run, or vLLM's own reload
     with pytest.raises(SyncError, match="dropped the adapter"):
         served.slots.request(0)
     served.slots.write()
     assert served.gap(0) < 1e-5
-    for wrapper in served.slots._manager.modules.values():
-        for slot in [*internals.adapter_slots_of(wrapper), *beside_slots(wrapper)]:
+    for wrapper in served.slots._engine._manager.modules.values():
+        for slot in [*adapter_slots_of(wrapper), *beside_slots(wrapper)]:
             slot.fill_(float("nan"))
     served.slots.reset()
     served.slots.write()
@@ -243,7 +245,7 @@ def test_base_weights_load_into_a_wrapped_model_and_leave_it_wrapped(serve):
 
     policy = policy_of(tiny_model("qwen2", tied=True))
     served = serve(policy)
-    model = internals.model_of(served.llm)
+    model = model_of(served.llm)
     wrappers = {n: id(m) for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, BaseLayerWithLoRA)}
     assert len(wrappers) == 8
     for p in policy.base.parameters():

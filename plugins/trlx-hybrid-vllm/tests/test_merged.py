@@ -10,7 +10,8 @@ from trlx_hybrid import HybridConfig, HybridEngine, hookimpl
 from trlx_hybrid.errors import ComponentError, ConfigError, SyncError
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.testing.processes import rank_reports
-from trlx_hybrid_vllm.private import engine as internals
+from trlx_hybrid_vllm.private.engine import model_of
+from trlx_hybrid_vllm.private.lora import adapter_slots_of
 from trlx_hybrid_vllm.weights.merged import SHARE, Factors, merge, rounded_at_random
 
 from tests.support.agreement import gap
@@ -227,8 +228,8 @@ def test_a_training_is_that_of_gathered_weights_and_only_what_changed_moves(run,
             sum(p.nbytes for p in (*adapted(session).values(), session.policy.base_parameters()["model.norm.weight"])),
         ]
         shares = [log[SHARE] for log in finished.trainer.state.log_history if SHARE in log]
-        layers = internals.model_of(session.live_engine.llm).modules()
-        assert not any(internals.adapter_slots_of(layer) for layer in layers)  # vLLM computes no adapter
+        layers = model_of(session.live_engine.llm).modules()
+        assert not any(adapter_slots_of(layer) for layer in layers)  # vLLM computes no adapter
         finished.close()
         return finished, syncs.bytes, sizes, shares
 

@@ -14,12 +14,12 @@ os.environ |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOG
 
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.contract.types import Request, Sampling
-from trlx_hybrid_vllm.private import engine as internals
+from trlx_hybrid_vllm.private.process import running
 from trlx_hybrid_vllm.private import sampling_graphs
 from trlx_hybrid_vllm.private import token_logprobs
-from trlx_hybrid_vllm.engine import shut_down
+from trlx_hybrid_vllm.private.ending import shut_down
 from trlx_hybrid_vllm.rendezvous import launcher_environment
-from trlx_hybrid_vllm.generate.sampling import sampling_params
+from trlx_hybrid_vllm.sampling import sampling_params
 from trlx_hybrid_vllm.generate.streaming import EngineStream, collect
 from vllm import LLM
 
@@ -28,7 +28,7 @@ folder, model = tempfile.mkdtemp(), tiny_model()
 model.config.architectures = ["Qwen3ForCausalLM"]
 model.save_pretrained(folder)
 character_tokenizer().save_pretrained(folder)
-with launcher_environment(0, 0, 1), internals.running(torch.float32):
+with launcher_environment(0, 0, 1), running(torch.float32):
     llm = LLM(
         model=folder, dtype="float32", enforce_eager=True, kv_cache_memory_bytes=1 << 21, block_size=32,
         max_num_seqs=ROWS, max_model_len=96, distributed_executor_backend="external_launcher",
@@ -75,7 +75,7 @@ def requests(count):
 def sampled(count, with_graphs, **changes):
     sampling = Sampling(**{"max_tokens": 5, "logprobs": 0} | changes)
     before = graphs.replayed
-    with internals.running(torch.float32):
+    with running(torch.float32):
         stream = EngineStream(llm, sampling_params(sampling), graphs=graphs if with_graphs else None)
         found = collect(stream, requests(count))
     assert not graphs.active
@@ -113,7 +113,7 @@ sampling = sampling_params(Sampling(max_tokens=9, logprobs=0))
 mixed = [Request(prompt_ids=[3, 4 + i, 5], seed=i) for i in range(4)]
 def together(with_graphs):  # one row of four asks for more
     stream = EngineStream(llm, sampling, graphs=graphs if with_graphs else None)
-    with internals.running(torch.float32), stream.open():
+    with running(torch.float32), stream.open():
         keys = [stream.add(request) for request in mixed]
         done = {}
         for _ in range(2):

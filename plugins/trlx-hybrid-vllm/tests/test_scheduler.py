@@ -6,10 +6,10 @@ import pytest
 import torch
 from trlx_hybrid.contract.types import Request
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
-from trlx_hybrid_vllm.engine import shut_down
 from trlx_hybrid_vllm.generate.streaming import EngineStream
 from trlx_hybrid_vllm.generate.streaming import collect as collect_from
-from trlx_hybrid_vllm.private import engine as internals
+from trlx_hybrid_vllm.private.ending import shut_down
+from trlx_hybrid_vllm.private.process import running
 from trlx_hybrid_vllm.rendezvous import launcher_environment
 
 OURS = "trlx_hybrid_vllm.private.scheduler.DecodeScheduler"
@@ -42,7 +42,7 @@ def engine(checkpoint, monkeypatch, started_once):
             stock(cls, config)
             config.scheduler_config.async_scheduling = ahead
 
-        with monkeypatch.context() as patch, launcher_environment(0, 0, 1), internals.running(torch.float32):
+        with monkeypatch.context() as patch, launcher_environment(0, 0, 1), running(torch.float32):
             patch.setattr(CpuPlatform, "check_and_update_config", classmethod(check_and_update_config))
             llm = LLM(
                 model=checkpoint,
@@ -54,7 +54,7 @@ def engine(checkpoint, monkeypatch, started_once):
                 max_num_seqs=places,
                 max_model_len=128,
                 distributed_executor_backend="external_launcher",
-                worker_cls="trlx_hybrid_vllm.private.cpu_worker.PlainWeightsCPUWorker",
+                worker_cls="trlx_hybrid_vllm.private.cpu.PlainWeightsCPUWorker",
                 logprobs_mode="processed_logprobs",
             )
             try:
@@ -69,13 +69,10 @@ class GivenParams(EngineStream):
     """Each request has parameters of its own: those of its row."""
 
     def __init__(self, llm, params):
-        super().__init__(llm, {"detokenize": False, "logprobs": 0})
-        self._given = params
-
-    def _queue(self, request):
         from vllm.inputs.engine import tokens_input
 
-        return self._llm._add_request(tokens_input(request.prompt_ids), self._given[request.row])
+        super().__init__(llm, {"detokenize": False, "logprobs": 0})
+        self._stepper._queue = lambda r: llm._add_request(tokens_input(r.prompt_ids), params[r.row])
 
 
 def collect(llm, prompts, params):

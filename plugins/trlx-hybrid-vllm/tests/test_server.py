@@ -15,11 +15,12 @@ from trlx_hybrid.contract.serving import ServerDiedError
 from trlx_hybrid.errors import ConfigError, EngineError, SyncError
 from trlx_hybrid.plugins.selection import Choice, Selection
 from trlx_hybrid.testing.models import tiny_model
+from trlx_hybrid_vllm.generate.support import ReturnedIds
 from trlx_hybrid_vllm.options import TransferOptions
+from trlx_hybrid_vllm.private.distributed import nccl_missing
 from trlx_hybrid_vllm.remote.gloo import in_threads, messages, packed, unpacked
-from trlx_hybrid_vllm.remote.sender import GroupClient, backend_of, init_info, nccl_missing
+from trlx_hybrid_vllm.remote.sender import GroupClient, backend_of, init_info
 from trlx_hybrid_vllm.remote.server import VLLMServer
-from trlx_hybrid_vllm.remote.support import ReturnedIds
 from trlx_hybrid_vllm.remote.worker import Routes, differing, digest
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer import ParamMeta

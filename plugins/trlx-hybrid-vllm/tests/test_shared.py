@@ -8,7 +8,7 @@ from safetensors import safe_open
 from trlx_hybrid.errors import ComponentError, SyncError
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.weights import verify as proof
-from trlx_hybrid_vllm.private import engine as internals
+from trlx_hybrid_vllm.private.engine import model_of
 
 from tests.support.agreement import gap
 
@@ -95,7 +95,7 @@ def test_experts_latents_and_states_survive_sleep(run, architecture):
 
 def test_what_vllm_computes_into_a_buffer_stays_when_the_parameters_are_made_random():
     """Qwen2.5-VL's scale of the pixels is such a buffer, and in no checkpoint."""
-    from trlx_hybrid_vllm.weights.loader import dummy_load_format
+    from trlx_hybrid_vllm.private.models import dummy_load_format
     from vllm.config.load import LoadConfig
     from vllm.model_executor.model_loader import get_model_loader
 
@@ -311,7 +311,7 @@ def test_a_model_that_vllm_builds_from_transformers_own_classes_trains(run):
     finished = run(trlx_hybrid.GRPOTrainer, model=model, use_vllm=True, max_steps=2, learning_rate=1e-2)
     assert gap(finished.trainer.session) < 1e-5
     assert (type(model.model).__bases__, dict(vars(type(model.model)))) == (bases, attributes)
-    theirs = internals.model_of(finished.trainer.session.live_engine.llm).model
+    theirs = model_of(finished.trainer.session.live_engine.llm).model
     assert theirs.do_not_compile  # on a CPU; what vLLM added is there
 
 

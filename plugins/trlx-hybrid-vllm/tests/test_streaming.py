@@ -9,11 +9,12 @@ import torch
 from trlx_hybrid.contract.types import Request, Sampling
 from trlx_hybrid.errors import EngineError
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
-from trlx_hybrid_vllm.engine import shut_down
-from trlx_hybrid_vllm.generate.sampling import completion_of, prompt_of, sampling_params, with_seed
 from trlx_hybrid_vllm.generate.streaming import EngineStream
-from trlx_hybrid_vllm.private import engine as internals
+from trlx_hybrid_vllm.private.ending import shut_down
+from trlx_hybrid_vllm.private.engine import drain
+from trlx_hybrid_vllm.private.process import running
 from trlx_hybrid_vllm.rendezvous import launcher_environment
+from trlx_hybrid_vllm.sampling import completion_of, prompt_of, sampling_params, with_seed
 from vllm.exceptions import VLLMValidationError
 
 PLACES = 6
@@ -40,7 +41,7 @@ def llm(tmp_path_factory, request, started_once):
     with (
         pytest.MonkeyPatch.context() as patch,
         launcher_environment(0, 0, 1),
-        internals.running(torch.float32),
+        running(torch.float32),
     ):
         patch.setattr(CpuPlatform, "check_and_update_config", classmethod(check_and_update_config))
         llm = LLM(
@@ -53,7 +54,7 @@ def llm(tmp_path_factory, request, started_once):
             max_num_seqs=PLACES,
             max_model_len=160,
             distributed_executor_backend="external_launcher",
-            worker_cls="trlx_hybrid_vllm.private.cpu_worker.PlainWeightsCPUWorker",
+            worker_cls="trlx_hybrid_vllm.private.cpu.PlainWeightsCPUWorker",
             logprobs_mode="processed_logprobs",
         )
         assert llm.llm_engine.engine_core.engine_core.batch_queue_size == 1 + ahead
@@ -65,7 +66,7 @@ def llm(tmp_path_factory, request, started_once):
 def at_rest(llm):
     """Every test leaves the engine without requests, and all blocks of its cache free."""
     yield
-    internals.drain(llm)
+    drain(llm)
     assert not llm.llm_engine.has_unfinished_requests()
     assert not llm.llm_engine.output_processor.request_states
     assert free_blocks(llm) == pool_of(llm).num_gpu_blocks - 1

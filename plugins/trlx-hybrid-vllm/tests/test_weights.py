@@ -12,7 +12,7 @@ from trlx_hybrid.contract.types import Request, Sampling
 from trlx_hybrid.errors import ConfigError, EngineError, StaleWeightsError, SyncError
 from trlx_hybrid.rollout.seeding import request_seed
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
-from trlx_hybrid_vllm.private import engine as internals
+from trlx_hybrid_vllm.private.engine import model_of
 from trlx_hybrid_vllm.weights.loader import WeightLoader
 
 from tests.support.agreement import gap
@@ -152,7 +152,7 @@ def test_the_first_load_keeps_no_gathered_tensor_alive(run):
     finished = run(trlx_hybrid.GRPOTrainer, use_vllm=True, train=False)
     session = finished.trainer.session
     with session.rollout_phase(True):
-        loader = WeightLoader(internals.model_of(session.live_engine.llm))
+        loader = WeightLoader(model_of(session.live_engine.llm))
 
     def peak():
         """Of a load whose tensors have memory of their own, as `full_tensor()` or a merged adapter make them."""

@@ -21,9 +21,10 @@ from trlx_hybrid_reshard.plan import plan
 from trlx_hybrid_reshard.planner.architectures import describe
 from trlx_hybrid_reshard.sync import ReshardSync
 from trlx_hybrid_vllm.arguments import write_without_weights
-from trlx_hybrid_vllm.private.cpu_worker import unlink_segments
+from trlx_hybrid_vllm.private.cpu import unlink_segments
+from trlx_hybrid_vllm.private.models import refuses_writes
 from trlx_hybrid_vllm.weights.loader import WeightLoader
-from trlx_hybrid_vllm.weights.weight_map import WeightMap, refuses_writes, regions
+from trlx_hybrid_vllm.weights.weight_map import WeightMap, regions
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 # What vLLM's worker sets before it makes process groups: on some CPUs its ranks share memory under this name.

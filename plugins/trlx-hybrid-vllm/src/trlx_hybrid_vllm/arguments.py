@@ -11,10 +11,10 @@ from trlx_hybrid.policy.merging import untied_head
 from trlx_hybrid.policy.policy import Policy, layer_kinds
 
 from .options import VLLMOptions
-from .private.engine import attention_of, is_latent, only_attends, unimportable, unquantised
+from .private.distributed import layers_of_stages
+from .private.models import attention_of, dummy_load_format, is_latent, only_attends, unimportable, unquantised
 from .versions import untested
 from .weights.adapter import unserved
-from .weights.loader import dummy_load_format
 
 if TYPE_CHECKING:
     from trlx_hybrid.session import Session
@@ -230,7 +230,7 @@ def shared_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype,
     if not cpu and _records_prompts(session, options, dtype):
         arguments |= _graphs_for_prompts(options, arguments["max_num_batched_tokens"])
     if cpu:
-        arguments["worker_cls"] = "trlx_hybrid_vllm.private.cpu_worker.PlainWeightsCPUWorker"
+        arguments["worker_cls"] = "trlx_hybrid_vllm.private.cpu.PlainWeightsCPUWorker"
         arguments["block_size"] = KV_BLOCK
         arguments["enable_chunked_prefill"] = False  # vLLM's CPU sampler fails on a seeded prompt read in parts
         config = session.policy.base.config
@@ -362,8 +362,6 @@ def kv_cache_bytes(session: Session, options: VLLMOptions, dtype: torch.dtype, l
     Args:
         least: return instead what one sequence fills, counting only layers that are known to cache keys and values.
     """
-    from vllm.distributed.utils import get_pp_indices
-
     config = session.policy.base.config
     text: Any = config.get_text_config()
     kinds: Any = getattr(text, "layer_types", None)
@@ -385,9 +383,8 @@ def kv_cache_bytes(session: Session, options: VLLMOptions, dtype: torch.dtype, l
             heads, width = shapes[layer]
             blocks = min(every, last) if kind == "sliding_attention" else every
             elements[layer] = (blocks + SPARE_BLOCKS) * KV_BLOCK * -(-heads // options.tensor_parallel_size) * width
-    stages = range(options.pipeline_parallel_size)
-    ends = [get_pp_indices(len(shapes), stage, len(stages)) for stage in stages]
-    return max(sum(elements[first:end]) for first, end in ends) * dtype.itemsize
+    stages = layers_of_stages(len(shapes), options.pipeline_parallel_size)
+    return max(sum(elements[first:end]) for first, end in stages) * dtype.itemsize
 
 
 def _becomes_the_engines(session: Session, options: VLLMOptions, dtype: torch.dtype) -> bool:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from trlx_hybrid.contract.protocols import NamedTensors, Regions
 from trlx_hybrid.contract.types import Completion, LoadReport, Request, Sampling
 from trlx_hybrid.errors import EngineError, SyncError, listed
-from trlx_hybrid.interprocess.ranks import abort
 from trlx_hybrid.memory.ledger import policy_tensors, storages
 from trlx_hybrid.policy.policy import Policy, modules_of
 from trlx_hybrid.session import Session
@@ -29,24 +28,38 @@ from .arguments import (
     returns_no_masks,
     write_without_weights,
 )
-from .generate.sampling import sampling_params
 from .generate.streaming import EngineStream, ReplicaStream, collect
 from .generate.support import CapturedIds, KeptIds
 from .options import VLLMOptions
-from .private import engine as internals
-from .private.adapted_linear import adapters_under_weights, clear_adapters
-from .private.engine import trainer_classes_kept
+from .private.adapted_linear import clear_adapters
+from .private.distributed import Replica, forget_groups
+from .private.ending import detach_finalizer, release_at_exit, shut_down
+from .private.engine import (
+    config_of,
+    derive_from_weights,
+    drain,
+    forget_images,
+    keep_expanded_prompts,
+    kv_caches,
+    max_model_len,
+    model_of,
+    prefixes,
+    runner_of,
+    serve_directly,
+)
+from .private.lora import adapter_slots_of
+from .private.models import latent_attention, refuses_writes
+from .private.process import PYTHONS_OWN, cache_kept, import_modules_with_tensors, running, starting
 from .private.recorders import RoutingCapture
 from .private.sampling_graphs import SamplingGraphs, sampling_graphs
 from .rendezvous import address_of_this_host, launcher_environment, told_when_late
+from .sampling import sampling_params
 from .versions import untested
 from .weights.adapter import lora_arguments
 from .weights.loader import WeightLoader, counted
-from .weights.weight_map import Places, WeightMap, refuses_writes, regions
+from .weights.weight_map import Places, WeightMap, regions
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
-ABORT_SECONDS = 5.0
-"""The time that an abort of communicators may take, in seconds, as in vLLM."""
 SPARE = 2 << 30
 """Bytes of the device that are left for allocations outside torch: NCCL, cuBLAS, recorded graphs."""
 
@@ -99,20 +112,15 @@ class VLLMEngine:
         with (
             tempfile.TemporaryDirectory(prefix="trlx-hybrid-") as folder,
             launcher_environment(ranks.rank, ranks.local_rank, ranks.world, address),
-            internals.running(self.dtype),
-            internals.stdout_with_descriptor(),
-            internals.frozen_heap(self._frozen > internals.PYTHONS_OWN),
-            adapters_under_weights(rank) as joined,
-            internals.compiled_once(folder, joined),
-            trainer_classes_kept(session.policy.module) as built,
+            starting(self.dtype, folder, rank, session.policy.module, self._frozen > PYTHONS_OWN) as built,
             told_when_late(options.ranks),
         ):
             write_without_weights(session.policy, Path(folder))
             if self.sleeps:
-                internals.import_modules_with_tensors()
+                import_modules_with_tensors()
             try:
                 self.llm = LLM(model=folder, **arguments)
-                built.append(internals.model_of(self.llm))
+                built.append(model_of(self.llm))
             except Exception as error:
                 forget_groups(self._made_default_group)  # the next engine would take them for its own
                 traceback.clear_frames(error.__traceback__)  # they hold what was built, in the policy's memory
@@ -123,17 +131,17 @@ class VLLMEngine:
                     "engine='transformers'."
                 ) from error
         detach_finalizer(self.llm)
-        self._replica = internals.Replica.of_this_rank(options.ranks)
-        internals.keep_expanded_prompts(self.llm)
+        self._replica = Replica.of_this_rank(options.ranks)
+        keep_expanded_prompts(self.llm)
         self._routes = session.config.router_replay
         self._routing = RoutingCapture(self.llm) if self._routes and returns_no_experts() else None
         self._support = self._kept_ids(session)
         self._graphs: SamplingGraphs | None = None if self.untested else sampling_graphs(self.llm)
-        internals.serve_directly(self.llm, weakref.WeakMethod(self._own_requests))
-        self.max_model_len: int = self.llm.llm_engine.model_config.max_model_len
+        serve_directly(self.llm, weakref.WeakMethod(self._own_requests))
+        self.max_model_len = max_model_len(self.llm)
         self._asleep: dict[str, int] = {}  # bytes that waking will take, of "weights" and "kv_cache"
-        self._loader = WeightLoader(internals.model_of(self.llm))
-        latent = internals.latent_attention(internals.model_of(self.llm))
+        self._loader = WeightLoader(model_of(self.llm))
+        latent = latent_attention(model_of(self.llm))
         self._latent = [] if self.quantized else [layer for _, layer in latent]  # vLLM's reload does it again
         self._map: WeightMap | None = None
         self._places: Places | None = None
@@ -147,7 +155,7 @@ class VLLMEngine:
         """
         self._require_awake()
         requests, mine = self._pooled(list(requests), sampling)
-        with internals.running(self.dtype):
+        with running(self.dtype):
             stream = EngineStream(
                 self.llm,
                 sampling_params(sampling, self._returns_masks),
@@ -170,7 +178,7 @@ class VLLMEngine:
         if self.ranks_per_replica > 1:
             self._pooled([], sampling)
             stream = ReplicaStream(self.llm, params, self.adapter, self._replica, self._routing, support)
-        with internals.running(self.dtype, collecting=True), stream.open():
+        with running(self.dtype, collecting=True), stream.open():
             yield stream
 
     def _kept_ids(self, session: Session) -> KeptIds | None:
@@ -178,11 +186,11 @@ class VLLMEngine:
 
         None where the run computes log-probs over the whole vocabulary, and so does not need them.
         """
-        vocabulary: int = self.llm.llm_engine.model_config.get_vocab_size()
+        vocabulary: int = config_of(self.llm).model_config.get_vocab_size()
         if self._returns_masks:
             return KeptIds(vocabulary)
         if session.over_support and returns_no_masks():
-            return CapturedIds(internals.runner_of(self.llm), vocabulary)
+            return CapturedIds(runner_of(self.llm), vocabulary)
         return None
 
     def _support_of(self, sampling: Sampling) -> KeptIds | None:
@@ -192,7 +200,7 @@ class VLLMEngine:
     @property
     def _returns_masks(self) -> bool:
         """True where vLLM returns with each token the ids that it was sampled from (what top-k and top-p leave)."""
-        return bool(getattr(self.llm.llm_engine.model_config, MASKS, False))
+        return bool(getattr(config_of(self.llm).model_config, MASKS, False))
 
     def _own_requests(self) -> Any:
         """Return the `LoRARequest` for requests that name no adapter, or None; called before vLLM queues a request.
@@ -260,8 +268,7 @@ class VLLMEngine:
         self._weights_are_current()
 
     def _weights_are_current(self) -> None:
-        for layer in self._latent:
-            layer.process_weights_after_loading(self.dtype)  # derives matrices in place: CUDA graphs read them there
+        derive_from_weights(self._latent, self.dtype)
         self.forget_computed()
         self.weights_lost = False
 
@@ -274,11 +281,10 @@ class VLLMEngine:
         Raises:
             EngineError: requests are unfinished, and vLLM keeps their keys and values for other requests as well.
         """
-        if (internals.prefixes(self.llm) or self._routes) and not self.llm.reset_prefix_cache():
-            internals.drain(self.llm)
+        if (prefixes(self.llm) or self._routes) and not self.llm.reset_prefix_cache():
+            drain(self.llm)
             self.llm.reset_prefix_cache()
-        if self.llm.llm_engine.model_config.is_multimodal_model:
-            self.llm.llm_engine.reset_encoder_cache()
+        forget_images(self.llm)
 
     def _reload(self, weights: NamedTensors) -> LoadReport:
         """Load weights into a quantised engine by vLLM's reload.
@@ -314,7 +320,7 @@ class VLLMEngine:
             EngineError: a layer may not keep what is written into it, or holds something that is not a box of a weight
                 (one index range per dimension).
         """
-        model = internals.model_of(self.llm)
+        model = model_of(self.llm)
         reason = "a quantised engine keeps no copy of the weights" if self.quantized else refuses_writes(model)
         if reason is not None:
             raise EngineError(reason)
@@ -338,11 +344,11 @@ class VLLMEngine:
         awake = ({KV_CACHE} if keep_weights else {WEIGHTS, KV_CACHE}) - self.asleep
         if not self.sleeps or not awake:
             return
-        internals.drain(self.llm)
+        drain(self.llm)
         self.forget_computed()
         sizes = {what: self._bytes(what) for what in awake}
         if WEIGHTS in awake:
-            with internals.cache_kept():
+            with cache_kept():
                 self.llm.collective_rpc("sleep", args=(2,))
             self.weights_lost = True
         else:
@@ -354,10 +360,10 @@ class VLLMEngine:
         """Allocate "weights" or "kv_cache" again; does nothing for what is awake."""
         if what not in self._asleep:
             return
-        with internals.cache_kept(self._asleep[what] + SPARE):
+        with cache_kept(self._asleep[what] + SPARE):
             self.llm.collective_rpc("wake_up", args=([what],))
         if what == WEIGHTS and self.weights_lost:
-            clear_adapters(internals.model_of(self.llm))
+            clear_adapters(model_of(self.llm))
         del self._asleep[what]
 
     @property
@@ -378,9 +384,9 @@ class VLLMEngine:
         if what in self._asleep and torch.cuda.is_available():  # unmapped, though torch still counts it
             return []
         if what == KV_CACHE:
-            return internals.kv_caches(self.llm)
-        modules = list(modules_of(internals.model_of(self.llm)))
-        slots = [t for m in modules for t in internals.adapter_slots_of(m)]
+            return kv_caches(self.llm)
+        modules = list(modules_of(model_of(self.llm)))
+        slots = [t for m in modules for t in adapter_slots_of(m)]
         return [*policy_tensors(modules), *slots]
 
     def _bytes(self, what: str) -> int:
@@ -394,7 +400,7 @@ class VLLMEngine:
             self._forget_sampling_graphs()
             self._latent = []
             self._replica.close()
-            kept = internals.PYTHONS_OWN < gc.get_freeze_count() <= self._frozen  # nobody has frozen the engine since
+            kept = PYTHONS_OWN < gc.get_freeze_count() <= self._frozen  # nobody has frozen the engine since
             shut_down(llm, self._made_default_group, self.peers_lost, kept)
 
     def _forget_sampling_graphs(self) -> None:
@@ -406,197 +412,3 @@ class VLLMEngine:
         """Release what the engine holds because the process ends, in place of `close`; see `release_at_exit`."""
         self._forget_sampling_graphs()
         release_at_exit(self.llm, self._made_default_group)
-
-
-# --- its end ----------------------------------------------------------------------------------------------------------
-
-
-def detach_finalizer(llm: Any) -> None:
-    """Detach vLLM's finalizer, so that the engine ends only when it is told to.
-
-    vLLM would otherwise end it when its client is collected or the interpreter exits. It would then destroy every
-    process group of the process, including those of accelerate and of other plugins, and wait for whatever still uses
-    one.
-    """
-    llm.llm_engine.engine_core._finalizer.detach()
-
-
-def release_at_exit(llm: Any, made_default_group: bool) -> None:
-    """Release what an engine holds before the interpreter exits, so that nothing waits for it.
-
-    NCCL (`commDestroySync`) destroys a communicator that a CUDA graph names only after the graph, and a communicator
-    with a rank that is elsewhere not at all. So the graphs go first, and the communicators are aborted. Last comes the
-    default group of a single process, where the engine made it: nobody else would destroy it, and torch warns of groups
-    that are left.
-
-    On a CPU there are no CUDA graphs and no NCCL. There the heap that vLLM has frozen is collected as Python ends, or
-    Triton would list everything that it has left.
-
-    Args:
-        llm: vLLM's LLM; None where a `shut_down` failed half-way.
-        made_default_group: whether the engine made torch's default process group.
-    """
-    _make_freeable()
-    _forget_graphs(llm)
-    _forget_queues()
-    groups = list(_device_groups())
-    if made_default_group and dist.is_initialized() and dist.get_world_size() == 1:
-        groups.append(dist.group.WORLD)
-    abort(groups, ABORT_SECONDS)
-    if not torch.cuda.is_available():
-        gc.unfreeze()
-
-
-class _Unmapped:
-    """A stand-in for vLLM's record of an allocation that sleeps, which maps the memory at the moment it is freed.
-
-    vLLM 0.31 unmaps what it frees, and memory that sleeps is not mapped: seen on H200s, that ends in "invalid argument"
-    or in a segmentation fault. So the memory is mapped when it is freed, one allocation after the other, since all of
-    them together might not fit beside what the trainer holds by then.
-
-    Args:
-        data: vLLM's `AllocationData`.
-    """
-
-    cpu_backup_tensor = None
-    is_asleep = False
-
-    def __init__(self, data: Any) -> None:
-        self.tag, self._handle, self._mapped = data.tag, data.handle, False
-
-    @property
-    def handle(self) -> Any:
-        from vllm.device_allocator.cumem import create_and_map
-
-        if not self._mapped:
-            self._mapped = True
-            create_and_map(self._handle)
-        return self._handle
-
-
-_ALLOCATORS: list[Any] = []
-"""Allocators of closed engines: policies may still live in memory that goes back through them (pytorch#145168)."""
-
-
-def _make_freeable() -> None:
-    """Prepare vLLM's memory pool so that its memory can be freed while it sleeps, and after the engine is closed."""
-    if not torch.cuda.is_available():
-        return
-    from vllm.device_allocator.cumem import CuMemAllocator
-
-    memory: Any = CuMemAllocator.instance
-    if memory is not None:
-        asleep = {address: data for address, data in memory.pointer_to_data.items() if data.is_asleep}
-        memory.pointer_to_data |= {address: _Unmapped(data) for address, data in asleep.items()}
-        _ALLOCATORS.extend(allocator for _, allocator in memory.allocator_and_pools.values())
-
-
-def _forget_graphs(llm: Any) -> None:
-    from vllm.compilation.cuda_graph import CUDAGraphWrapper
-
-    if torch.cuda.is_available():
-        CUDAGraphWrapper.clear_all_graphs()  # the graphs of parts of the model
-        if llm is None:
-            return
-        manager = getattr(llm.llm_engine.model_executor.driver_worker.model_runner, "cudagraph_manager", None)
-        if manager is not None:
-            manager.graphs.clear()  # the graphs of whole steps
-
-
-def _forget_hooks(llm: Any) -> None:
-    """Remove the hooks by which an engine's model watches what Dynamo compiles, so that the model can be freed.
-
-    vLLM 0.31 registers a method of the model for each decorated class that it derives from, and removes the last one
-    only. The other hooks would keep the model, with its weights, until the end of the process.
-    """
-    from torch._dynamo.convert_frame import _bytecode_hooks as hooks
-
-    modules = set(internals.model_of(llm).modules())
-    for number, hook in list(hooks.items()):
-        if getattr(hook, "__self__", None) in modules:
-            del hooks[number]
-
-
-def _forget_traced_weights() -> None:
-    """Drop the weights that the engine's model was traced with, so that their memory is freed.
-
-    torch.compile leaves what it compiled in the module of the model's class, as a global, and vLLM 0.31's part of it
-    keeps the inputs of the trace, with all weights. A next engine of the process would find the first one's memory in
-    use, which vLLM refuses in sleep mode. Once compiled, the inputs serve only to be stored. Python does not list
-    objects that are frozen, as vLLM's are until it shuts down.
-    """
-    from vllm.compilation.caching import VllmSerializableFunction
-
-    for held in gc.get_objects():
-        if type(held) is VllmSerializableFunction:
-            held.example_inputs = []
-
-
-def shut_down(llm: Any, made_default_group: bool, peers_lost: bool = False, heap_kept: bool = False) -> None:
-    """Free the engine and the process groups it made.
-
-    vLLM's own shutdown also destroys the default process group, which under DDP and FSDP is accelerate's; so this
-    function shuts down vLLM's parts one by one.
-
-    Args:
-        llm: vLLM's LLM.
-        made_default_group: whether the engine made torch's default process group, which is then destroyed as well.
-        peers_lost: some rank will not do the same, so communicators are aborted rather than destroyed together.
-        heap_kept: whether Python objects were frozen (`gc.freeze`) before the engine was built, and must stay so.
-    """
-    detach_finalizer(llm)
-    core = llm.llm_engine.engine_core.engine_core
-    _make_freeable()
-    _forget_graphs(llm)
-    _forget_hooks(llm)
-    core.structured_output_manager.clear_backend()
-    with internals.frozen_heap(heap_kept):
-        core.model_executor.shutdown()  # unfreezes the heap: otherwise engine and trainer could not be collected
-    _forget_traced_weights()
-    core.scheduler.shutdown()
-    if peers_lost:
-        abort(list(_device_groups()), ABORT_SECONDS)
-    forget_groups(made_default_group)
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def forget_groups(made_default_group: bool) -> None:
-    """Destroy vLLM's process groups, and torch's default group if `made_default_group` (the engine made it)."""
-    from vllm.distributed import parallel_state
-
-    parallel_state.destroy_model_parallel()
-    if parallel_state._WORLD is not None:
-        parallel_state._WORLD.destroy()
-    parallel_state._WORLD = parallel_state._NODE_COUNT = None
-    if made_default_group and dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _coordinators() -> list[Any]:
-    from vllm.distributed import parallel_state
-
-    return [each for each in vars(parallel_state).values() if isinstance(each, parallel_state.GroupCoordinator)]
-
-
-def _forget_queues() -> None:
-    """Drop the shared memory between an engine's ranks, which is unlinked with its object.
-
-    Otherwise Python's resource tracker would unlink it when the interpreter exits, and warn of a leak.
-    """
-    for coordinator in _coordinators():
-        coordinator.mq_broadcaster = None
-
-
-def _device_groups() -> Iterator[Any]:
-    """Yield vLLM's NCCL groups, for an abort, and remove them from vLLM, which would destroy the groups that it knows.
-
-    It yields none where the script has destroyed all groups, as `accelerator.end_training()` does.
-    """
-    for coordinator in _coordinators() if dist.is_initialized() else ():
-        if not hasattr(coordinator, "device_group"):
-            continue
-        if dist.get_backend(coordinator.device_group) == "nccl":
-            yield coordinator.device_group
-            del coordinator.device_group

@@ -16,7 +16,7 @@ from trlx_hybrid import HybridEngine
 from trlx_hybrid.errors import ComponentError
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid_vllm import engine as module
-from trlx_hybrid_vllm.private import engine as internals
+from trlx_hybrid_vllm.private.engine import model_of
 
 REPORT, KEPT = {}, []
 
@@ -36,7 +36,7 @@ def frozen_by(engine_of_a_user_who):
     with compiled_on_a_cpu():
         loop = start(enforce_eager=False)
     counts = [gc.get_freeze_count()]
-    weights = [weakref.ref(weight) for weight in internals.model_of(loop.session.engine.llm).parameters()]
+    weights = [weakref.ref(weight) for weight in model_of(loop.session.engine.llm).parameters()]
     loop.close()
     gc.collect()  # as is done on a GPU
     kept = sum(weight() is not None for weight in weights) + len(traced.example_inputs)

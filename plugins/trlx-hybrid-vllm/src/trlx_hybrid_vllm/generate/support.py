@@ -3,21 +3,26 @@
 Completions name them in `Completion.support`, so that log-probs are computed over the same ids.
 
 On GPUs vLLM returns the ids (`return_sampling_mask`), with its second model runner, which needs Triton. On CPUs the
-first one runs: the log-probs that its sampler has computed after all processing are minus infinity for ids that are
-left out.
+first one runs, and `CapturedIds` reads them from its sampler.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from trlx_hybrid.contract.support import Support, words_of, words_of_ids
 from trlx_hybrid.errors import EngineError
+
+from ..private.engine import hand_over_masks, outside
+from ..private.recorders import SampledRows
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 Words = np.ndarray[Any, Any]
 
@@ -88,7 +93,8 @@ class KeptIds:
 class CapturedIds(KeptIds):
     """Collects the ids that each token was sampled from, where vLLM does not return them.
 
-    It reads them from the log-probs that vLLM's sampler computes after all processing, so vLLM must compute log-probs.
+    It reads them from the log-probs that vLLM's sampler computes after all processing, which are minus infinity for ids
+    that are left out. So vLLM must compute log-probs.
 
     Args:
         runner: vLLM's model runner, in this process.
@@ -97,35 +103,103 @@ class CapturedIds(KeptIds):
 
     def __init__(self, runner: Any, vocabulary: int, name: Callable[[str], str] = str) -> None:
         super().__init__(vocabulary, name)
-        self._runner, self._active = runner, False
-        self._places: dict[str, int] = {}  # by request: the place in its sequence of the token of this step
-        runner.execute_model = partial(self._execute, runner.execute_model)
-        runner.sampler.sample = partial(self._sample, runner.sampler.sample)
+        self._rows = SampledRows(runner, self._sampled)
 
     def open(self, forbidden: Sequence[int]) -> None:
         """Start collecting for a rollout; `forbidden` are ids that a logit bias forbids in all of its requests."""
         super().open(forbidden)
-        self._active = True
+        self._rows.active = True
 
     def close(self) -> None:
         """Stop collecting after the last request, and drop the ids that nobody took."""
         super().close()
-        self._active = False
+        self._rows.active = False
 
-    def _execute(self, execute: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._active:
-            cached = scheduled.scheduled_cached_reqs
-            computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-            computed |= {request.req_id: request.num_computed_tokens for request in scheduled.scheduled_new_reqs}
-            self._places = {key: computed[key] + count for key, count in scheduled.num_scheduled_tokens.items()}
-        return execute(scheduled, *args, **kwargs)
+    def _sampled(self, requests: Sequence[str], places: Sequence[int], logprobs: Tensor) -> None:
+        kept = (logprobs > -torch.inf).numpy()
+        kept[:, list(self.forbidden)] = False
+        for key, place, row in zip(requests, places, kept, strict=True):
+            self._words[self._name(key)][place] = words_of(row)  # of a preempted request it comes twice, the same
 
-    def _sample(self, sample: Any, *args: Any, **kwargs: Any) -> Any:
-        sampled, logprobs = sample(*args, **kwargs)
-        if self._active and logprobs is not None:
-            kept = (logprobs > -torch.inf).numpy()
-            kept[:, list(self.forbidden)] = False
-            for key, row in zip(self._runner.input_batch.req_ids, kept, strict=True):
-                # a token of a preempted request comes twice, the same both times
-                self._words[self._name(key)][self._places[key]] = words_of(row)
-        return sampled, logprobs
+
+# --- of remote engines -----------------------------------------------------------------------------------------------
+
+
+class ReturnedIds:
+    """Collects the ids that each token was sampled from, where vLLM returns them with the token.
+
+    Args:
+        llm: vLLM's `AsyncLLM`.
+    """
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._kept = KeptIds(llm.model_config.get_vocab_size(), outside)
+        hand_over_masks(llm, self._kept.returned)
+        self._live: set[str] = set()
+
+    async def open(self, request_id: str, forbidden: Sequence[int]) -> None:
+        """Prepare for a request.
+
+        Args:
+            request_id: as vLLM is given it.
+            forbidden: ids that a bias forbids; the same for all requests of a rollout.
+        """
+        self._live.add(request_id)
+        self._kept.open(forbidden)
+
+    async def take(self, request_id: str, prompt_tokens: int, tokens: int) -> Support:
+        """Return the ids that the tokens of a finished request were sampled from, and drop them here.
+
+        Args:
+            request_id: as vLLM is given it.
+            prompt_tokens: how many tokens the prompt has; not used.
+            tokens: how many tokens were sampled.
+
+        Raises:
+            EngineError: the ids of some token are not known.
+        """
+        return self._kept.take(request_id, 0, tokens)
+
+    def close(self, request_id: str) -> None:
+        """Drop the ids of a request, also of one that was aborted."""
+        self._live.discard(request_id)
+        self._kept.forget_but(self._live)
+
+
+class WorkersIds:
+    """Collects the ids that each token was sampled from, where vLLM does not return them.
+
+    vLLM's workers keep the ids (`ServedWorker`) until they are asked when a request has finished.
+
+    Args:
+        llm: vLLM's `AsyncLLM`.
+    """
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm, self._vocabulary = llm, llm.model_config.get_vocab_size()
+        self._live: set[str] = set()
+        self._told: list[int] | None = None
+
+    async def open(self, request_id: str, forbidden: Sequence[int]) -> None:
+        """Prepare for a request: let the workers keep ids, if they do not yet; arguments as in `ReturnedIds`."""
+        self._live.add(request_id)
+        if self._told != list(forbidden):
+            await self._llm.collective_rpc("served_keep", args=(list(forbidden),))
+            self._told = list(forbidden)
+
+    async def take(self, request_id: str, prompt_tokens: int, tokens: int) -> Support:
+        """Ask the workers for the ids that a finished request's tokens were sampled from; see `ReturnedIds`.
+
+        Every worker of an engine knows them, so the first one's answer is taken.
+        """
+        given = request_id, prompt_tokens, tokens, sorted(self._live)
+        words, bounds = (await self._llm.collective_rpc("served_kept", args=given))[0]
+        return Support(np.frombuffer(words, np.int32), np.frombuffer(bounds, np.int64).reshape(-1, 2), self._vocabulary)
+
+    def close(self, request_id: str) -> None:
+        """Forget a request; the workers drop its ids when the next request is finished."""
+        self._live.discard(request_id)
+
+
+ServedIds = ReturnedIds | WorkersIds
+"""The collector of ids: of those that vLLM returns, or of those that its workers keep."""

@@ -13,7 +13,6 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ from vllm.platforms import current_platform
 from vllm.triton_utils import tl, triton
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from .engine import may_replace
+from . import may_replace, replaced
 
 LARGEST = 64
 """The largest adapter rank for which this is used. Above it, A's rows are no longer few beside the weight's."""
@@ -230,8 +229,8 @@ def adapters_under_weights(rank: int | None) -> Iterator[bool]:
         from vllm.lora import model_manager
 
         with (
-            patch.object(UnquantizedLinearMethod, "create_weights", with_spare_rows(rank)),
-            patch.object(model_manager, "from_layer", joining(model_manager.from_layer)),
+            replaced(UnquantizedLinearMethod, "create_weights", with_spare_rows(rank)),
+            replaced(model_manager, "from_layer", joining(model_manager.from_layer)),
         ):
             yield True
 

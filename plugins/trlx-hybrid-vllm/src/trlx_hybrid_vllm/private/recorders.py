@@ -1,21 +1,39 @@
-"""A recorder of the experts that vLLM's routers chose for each token, on CPUs, where vLLM does not return them itself.
+"""Recorders of what vLLM does not return on CPUs: the experts of each token, and the ids that it was sampled from.
 
-On GPUs vLLM does (`enable_return_routed_experts`), with its second model runner, which needs Triton. On CPUs the first
-one runs: its routers report their choice to the same callback, and its batch says which requests the tokens belong to.
+On GPUs vLLM returns both (`enable_return_routed_experts`, `return_sampling_mask`), with its second model runner, which
+needs Triton. On CPUs the first one runs: its routers report their choice to the same callback, its sampler computes the
+log-probs of all ids, and its batch says which requests the tokens belong to.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
 
-from . import engine as internals
+from . import Patch
+from .engine import config_of, model_of, runner_of
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+PATCHES = (
+    Patch(
+        of=(
+            "vllm.v1.worker.gpu_model_runner.GPUModelRunner.execute_model",
+            "vllm.v1.sample.sampler.Sampler.sample",
+        ),
+        how_long="as long as the engine lives, on CPUs, where completions name experts or the ids sampled from",
+        why="vLLM's older model runner returns neither.",
+        until="vLLM's second model runner runs on CPUs",
+    ),
+)
 
 MISSING = -1
 
@@ -29,13 +47,12 @@ class RoutingCapture:
         llm: vLLM's LLM.
     """
 
-    def __init__(self, llm: Any) -> None:
-        runner = llm.llm_engine.model_executor.driver_worker.model_runner
-        config = llm.llm_engine.model_config
+    def __init__(self, llm: LLM) -> None:
+        runner, config = runner_of(llm), config_of(llm).model_config
         self._shape = config.get_total_num_hidden_layers(), config.get_num_experts_per_tok()
         self._step: dict[int, Tensor] = {}  # by layer: the experts that its router chose in this step
         self._steps: defaultdict[str, list[tuple[int, np.ndarray[Any, Any]]]] = defaultdict(list)
-        bind_routed_experts_capturer(internals.model_of(llm), self)  # takes whatever has `capture`
+        bind_routed_experts_capturer(model_of(llm), self)  # takes whatever has `capture`
         runner.execute_model = partial(self._execute, runner, runner.execute_model)
 
     def capture(self, layer: int, chosen: Tensor) -> None:
@@ -52,9 +69,7 @@ class RoutingCapture:
         output = execute(scheduled, *args, **kwargs)
         if not self._step:  # nothing was computed
             return output
-        counts, cached = scheduled.num_scheduled_tokens, scheduled.scheduled_cached_reqs
-        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        computed |= {request.req_id: request.num_computed_tokens for request in scheduled.scheduled_new_reqs}
+        counts, computed = scheduled.num_scheduled_tokens, computed_tokens(scheduled)
         requests = [key for key in runner.input_batch.req_ids if key in counts]
         rows = torch.full((sum(counts.values()), *self._shape), MISSING, dtype=torch.int16)
         for layer, chosen in self._step.items():
@@ -77,3 +92,48 @@ class RoutingCapture:
     def clear(self) -> None:
         """Drop the records that nobody took, those of aborted requests."""
         self._steps.clear()
+
+
+class SampledRows:
+    """Reports the log-probs from which vLLM's sampler chooses each token, where the model runner is the older one.
+
+    Args:
+        runner: vLLM's model runner, in this process.
+        seen: called after each step in which log-probs were computed. Its arguments are vLLM's ids of the step's
+            requests, for each the place of the sampled token in its sequence, and the log-probs after all processing,
+            (requests, vocabulary).
+
+    Attributes:
+        active: whether `seen` is called.
+    """
+
+    def __init__(self, runner: Any, seen: Callable[[Sequence[str], Sequence[int], Tensor], None]) -> None:
+        self.active = False
+        self._runner, self._seen = runner, seen
+        self._places: dict[str, int] = {}  # by request: the place in its sequence of the token of this step
+        runner.execute_model = partial(self._execute, runner.execute_model)
+        runner.sampler.sample = partial(self._sample, runner.sampler.sample)
+
+    def _execute(self, execute: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.active:
+            computed = computed_tokens(scheduled)
+            self._places = {key: computed[key] + count for key, count in scheduled.num_scheduled_tokens.items()}
+        return execute(scheduled, *args, **kwargs)
+
+    def _sample(self, sample: Any, *args: Any, **kwargs: Any) -> Any:
+        sampled, logprobs = sample(*args, **kwargs)
+        if self.active and logprobs is not None:
+            requests = self._runner.input_batch.req_ids
+            self._seen(requests, [self._places[key] for key in requests], logprobs)
+        return sampled, logprobs
+
+
+def computed_tokens(scheduled: Any) -> dict[str, int]:
+    """Return how many tokens of each request of a step were computed in the steps before.
+
+    Args:
+        scheduled: vLLM's `SchedulerOutput`.
+    """
+    cached = scheduled.scheduled_cached_reqs
+    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return computed | {request.req_id: request.num_computed_tokens for request in scheduled.scheduled_new_reqs}

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .engine import may_replace
+from . import may_replace
 from .token_logprobs import EXACT, equal_to_vllm, token_logprobs
 
 PADDED = -1

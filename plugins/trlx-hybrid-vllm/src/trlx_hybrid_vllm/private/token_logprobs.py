@@ -11,13 +11,12 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from vllm.triton_utils import tl, triton
 
-from .engine import may_replace
+from . import may_replace, replaced
 
 BLOCK = 4096
 """The number of logits that one program of the kernel reads."""
@@ -85,7 +84,7 @@ def without_ranks(scheduler: Any, device: torch.device) -> Iterator[None]:
         return
     from vllm.v1.worker.gpu.sample import sampler
 
-    with patch.object(sampler, "compute_topk_scores", scores_like(sampler.compute_topk_scores)):
+    with replaced(sampler, "compute_topk_scores", scores_like(sampler.compute_topk_scores)):
         yield
 
 

@@ -13,9 +13,10 @@ from torch import Tensor
 from trlx_hybrid.contract.serving import ServedEngine
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.policy.policy import Policy
-from vllm.distributed.weight_transfer import ParamMeta, WeightSource, WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer import ParamMeta, WeightSource
 
 from ..options import TransferOptions
+from ..private.distributed import nccl_missing, transfer_backends
 
 if TYPE_CHECKING:
     from trlx_hybrid.session import Session
@@ -47,25 +48,6 @@ def backend_of(session: Session) -> str:
     return "gloo" if current_platform.is_cpu() or nccl_missing() else "nccl"
 
 
-@functools.cache
-def nccl_missing() -> str | None:
-    """Return why vLLM cannot use NCCL in this process, or None.
-
-    vLLM goes on without NCCL where the library is too old (vllm/distributed/device_communicators/pynccl.py,
-    `disabled`): its `nccl` transfer then sends nothing, and reports no error.
-    """
-    from vllm import envs
-    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
-
-    if envs.VLLM_DISABLE_PYNCCL:
-        return "VLLM_DISABLE_PYNCCL is set."
-    try:
-        NCCLLibrary()
-    except Exception as error:  # an error of the loader, of ctypes, or of vLLM
-        return f"vLLM cannot use the NCCL it finds ({error})."
-    return None
-
-
 def init_info(backend: str, fields: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
     """Return the object with which vLLM opens the trainer's end of a weight transfer (the backend's init info).
 
@@ -77,7 +59,7 @@ def init_info(backend: str, fields: Mapping[str, Any], options: Mapping[str, Any
     Raises:
         ConfigError: vLLM knows no such backend, or the backend needs fields that nobody gave.
     """
-    known = WeightTransferTrainerFactory._registry
+    known = transfer_backends()
     if backend not in known:
         raise ConfigError(f"vLLM has no weight-transfer backend {backend!r}. It has {', '.join(known)}.")
     kind = known[backend]().init_info_cls

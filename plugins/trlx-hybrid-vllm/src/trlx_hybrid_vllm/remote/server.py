@@ -26,13 +26,14 @@ from ..arguments import (
     shared_arguments,
     write_without_weights,
 )
-from ..private.engine import EXACT, FLOAT32_PRODUCTS, keep_expanded_prompts
+from ..private.engine import keep_expanded_prompts
+from ..private.process import EXACT, FLOAT32_PRODUCTS
 
 if TYPE_CHECKING:
     from trlx_hybrid.session import Session
 
+    from ..generate.support import ServedIds
     from ..options import VLLMOptions
-    from .support import ServedIds
 
 SHARE = 0.9  # of each GPU: an engine of its own has it to itself
 FOLLOWING = ("VLLM_", "HF_", FLOAT32_PRODUCTS)
@@ -167,7 +168,8 @@ class VLLMServer:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from .sender import REMEDY, nccl_missing
+        from ..private.distributed import nccl_missing
+        from .sender import REMEDY
 
         if self._plan.backend == "nccl" and (why := nccl_missing()):
             raise EngineError(f"The engine could not get its weights by `nccl`: where it runs, {why} {REMEDY}.")
@@ -190,7 +192,7 @@ class VLLMServer:
 
     async def generate(self, request: Request, sampling: Sampling) -> Completion:
         """Sample one completion. Its tokens depend on the request alone: it brings its own seed."""
-        from ..generate.sampling import (
+        from ..sampling import (
             completion_of,
             forbidden,
             prompt_of,
@@ -228,7 +230,7 @@ class VLLMServer:
 
     def _kept_ids(self) -> ServedIds | None:
         """Return the collector of the ids that each token was sampled from, or None where they are not needed."""
-        from .support import ReturnedIds, WorkersIds
+        from ..generate.support import ReturnedIds, WorkersIds
 
         if getattr(self._llm.model_config, MASKS, False):
             return ReturnedIds(self._llm)

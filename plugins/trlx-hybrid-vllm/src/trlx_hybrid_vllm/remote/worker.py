@@ -9,16 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from trlx_hybrid.errors import SyncError, listed
 
 from ..generate.support import CapturedIds
-from ..private.engine import outside
-from ..weights.loader import BITS, Route, Slice, WeightLoader, dummy_load_format
+from ..private.engine import model_in, outside
+from ..private.models import causal_pictures, dummy_load_format
+from ..weights.loader import BITS, Route, Slice, WeightLoader
 from . import gloo
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 # vLLM imports this module before it loads the model and makes the worker's transfer engine.
 dummy_load_format()
@@ -32,7 +36,14 @@ class ServedWorker:
     """Methods for the workers of remote engines, which the trainer calls by name; vLLM mixes them into its own worker.
 
     They tell how the weights lie and what bits they have, and keep the ids that tokens are sampled from.
+
+    Attributes:
+        vllm_config: the engine's configuration, as vLLM's worker has it.
+        model_runner: vLLM's model runner, as vLLM's worker has it.
     """
+
+    vllm_config: VllmConfig
+    model_runner: Any
 
     def served_learn(
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
@@ -48,7 +59,7 @@ class ServedWorker:
         Returns:
             Two lists: the routes of each tensor (`PlainRoute`), and engine parameters that nothing was written to.
         """
-        loader = WeightLoader(self.model_runner.model)  # type: ignore[attr-defined]
+        loader = WeightLoader(model_in(self))
         described = zip(names, dtypes, shapes, strict=True)
         report = loader.load(
             (name, torch.empty(shape, dtype=getattr(torch, dtype))) for name, dtype, shape in described
@@ -62,16 +73,14 @@ class ServedWorker:
         return [[[plain(r) for r in loader.routes.get(name, ())] for name in names], list(report.unwritten)]
 
     def served_causal_pictures(self) -> str | None:
-        """Return why this worker's model cannot sample prompts with images, or None; see `sampling.causal_pictures`."""
-        from ..generate.sampling import causal_pictures
-
-        return causal_pictures(self.vllm_config)  # type: ignore[attr-defined]
+        """Return why this worker's model cannot sample prompts with images, or None; see `models.causal_pictures`."""
+        return causal_pictures(self.vllm_config)
 
     def served_keep(self, forbidden: Sequence[int]) -> None:
         """Start to keep the ids that each token is sampled from, without `forbidden`, those that a bias forbids."""
         if not hasattr(self, "_served_ids"):
-            vocabulary = self.vllm_config.model_config.get_vocab_size()  # type: ignore[attr-defined]
-            self._served_ids = CapturedIds(self.model_runner, vocabulary, outside)  # type: ignore[attr-defined]
+            vocabulary = self.vllm_config.model_config.get_vocab_size()
+            self._served_ids = CapturedIds(self.model_runner, vocabulary, outside)
         self._served_ids.open(forbidden)
 
     def served_kept(self, request_id: str, prompt_tokens: int, tokens: int, live: Sequence[str]) -> list[bytes]:

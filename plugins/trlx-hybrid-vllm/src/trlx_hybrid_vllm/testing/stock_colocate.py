@@ -31,7 +31,7 @@ def plain_colocate() -> Iterator[dict[str, Any]]:
             "dtype": "float32",  # "auto" turns a float32 checkpoint into bfloat16
             "kv_cache_memory_bytes": 64 << 20,
             "block_size": 32,
-            "worker_cls": "trlx_hybrid_vllm.private.cpu_worker.PlainWeightsCPUWorker",
+            "worker_cls": "trlx_hybrid_vllm.private.cpu.PlainWeightsCPUWorker",
         } | changes
         with preserved_generators():
             llm = vllm.LLM(**arguments)

@@ -9,9 +9,9 @@ them and multiply them by the scaling in place.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,8 +20,13 @@ from trlx_hybrid.policy.policy import Policy, unwrapped_name
 from trlx_hybrid.policy.sharded import whole
 from trlx_hybrid.weights.verify import Rotation
 
-from ..private import engine as internals
+from ..private.lora import LoRASlots, ModuleSlots
+from ..private.models import adapter_ranks, without_adapters
 from .loader import differ, flagged
+
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.lora.request import LoRARequest
 
 ADAPTER_ID = 1
 """The adapter's id. vLLM's warm-up adapters count from 1: a dummy run then finds this id taken, and uses it instead of
@@ -69,7 +74,7 @@ def lora_arguments(policy: Policy, dtype: torch.dtype | None = None) -> dict[str
         "enable_lora": True,
         "max_loras": 1,
         "max_cpu_loras": 1,
-        "max_lora_rank": next(size for size in allowed_ranks() if size >= rank),
+        "max_lora_rank": next(size for size in adapter_ranks() if size >= rank),
         "lora_target_modules": sorted({name.rpartition(".")[2] for name in layers}),
     }
 
@@ -103,7 +108,7 @@ def unserved(policy: Policy, dtype: torch.dtype | None) -> str | None:
 
     if not policy.adapters:
         return "the policy is not a PEFT model: there is no adapter to serve"
-    reason = _unserved_config(policy) or _unserved_layers(policy) or internals.without_adapters(policy.architecture)
+    reason = _unserved_config(policy) or _unserved_layers(policy) or without_adapters(policy.architecture)
     if reason is not None:
         return reason
     if policy.fsdp_version == 1:
@@ -113,7 +118,7 @@ def unserved(policy: Policy, dtype: torch.dtype | None) -> str | None:
             return f"{name} is in ZeRO-3's flat buffers: gather merges the adapter instead. Or use FSDP2"
     if dtype is torch.float32 and not current_platform.is_cpu():
         return "vLLM's LoRA kernels compute in 16 bits, and the engine in float32. Set engine_options dtype='bfloat16'"
-    rank, largest = largest_rank(lora_layers(policy)), allowed_ranks()[-1]
+    rank, largest = largest_rank(lora_layers(policy)), adapter_ranks()[-1]
     return f"the adapter's rank is {rank}, and vLLM's largest is {largest}" if rank > largest else None
 
 
@@ -171,13 +176,6 @@ def largest_rank(layers: dict[str, Any]) -> int:
     return max(int(layer.r[a]) for layer in layers.values() for a in active if a in layer.r)
 
 
-def allowed_ranks() -> tuple[int, ...]:
-    """Return the adapter ranks for which vLLM can allocate LoRA slots, ascending."""
-    from vllm.config.lora import MaxLoRARanks
-
-    return tuple(sorted(get_args(MaxLoRARanks)))
-
-
 # --- the slots --------------------------------------------------------------------------------------------------------
 
 
@@ -192,8 +190,8 @@ class AdapterSlots:
         SyncError: vLLM has no slot for some adapted module, or memory beyond the adapter's rank is not zero.
     """
 
-    def __init__(self, llm: Any, policy: Policy) -> None:
-        self._manager = internals.adapter_manager(llm)
+    def __init__(self, llm: LLM, policy: Policy) -> None:
+        self._engine = LoRASlots(llm, ADAPTER_ID)
         self._policy, self._same_layers = policy, True
         self._layers = lora_layers(policy)
         (self._adapter,) = active_adapters(self._layers)
@@ -211,15 +209,8 @@ class AdapterSlots:
         Raises:
             SyncError: vLLM has no slot for some adapted module, or memory beyond the adapter's rank is not zero.
         """
-        from vllm.lora.lora_model import LoRAModel
-        from vllm.lora.lora_weights import LoRALayerWeights
-
-        manager, name = self._manager, "none"
-        nothing = LoRALayerWeights(name, 1, 1, torch.zeros(1, 1), torch.zeros(1, 1))  # vLLM wants one layer at least
-        manager.remove_all_adapters()
-        manager.add_adapter(LoRAModel(ADAPTER_ID, 1, {name: nothing}))
-        manager.activate_adapter(ADAPTER_ID)  # zeroes its slot in every layer it has no weights for
-        self._resolve(manager.lora_index_to_id.index(ADAPTER_ID))
+        self._engine.register()
+        self._resolve()
         stray = _stray(self._outside)
         if stray:
             raise SyncError(
@@ -244,7 +235,7 @@ class AdapterSlots:
         """
         if not self._same_layers:
             self._refuse_other_layers()
-        if not self._held():
+        if not self._engine.held():
             self.reset()
         live, idle = self._split()
         factors = factors_of(live, self._adapter)
@@ -298,7 +289,7 @@ class AdapterSlots:
         outside = self._outside if full else self._outside_turns.take(self._outside)
         return [*dict.fromkeys(flagged(names, flags)), *_stray(outside)]
 
-    def request(self, version: int) -> Any:
+    def request(self, version: int) -> LoRARequest:
         """Return the `LoRARequest` with which vLLM samples a prompt from base and adapter.
 
         Args:
@@ -309,40 +300,32 @@ class AdapterSlots:
         """
         from vllm.lora.request import LoRARequest
 
-        if not self._held():
+        if not self._engine.held():
             raise SyncError("vLLM dropped the adapter from its slots since the last weight sync: sync again.")
         return LoRARequest(f"policy-{version}", ADAPTER_ID, "(in memory)")
 
     # --- where things lie -------------------------------------------------------------------------------------------
 
-    def _held(self) -> bool:
-        manager = self._manager
-        return ADAPTER_ID in manager.lora_index_to_id and ADAPTER_ID in manager.list_adapters()
-
-    def _resolve(self, index: int) -> None:
+    def _resolve(self) -> None:
         """Find the slots of every adapted module, and everything in vLLM's slots that must stay zero.
-
-        Args:
-            index: the position of the registered adapter among those that vLLM's slots can hold.
 
         Raises:
             SyncError: vLLM has no slot for an adapted module.
         """
-        from ..private.adapted_linear import beside_slots
-
-        wanted = {self._theirs(name): name for name, layer in self._layers.items() if self._adapter in layer.lora_A}
+        adapted = (name for name, layer in self._layers.items() if self._adapter in layer.lora_A)
+        wanted = {self._engine.name_of(name): name for name in adapted}
         self._slots, self._outside = [], []
-        for part, a, b, wrapper, number in self._parts(index):
-            if number == 0:
-                self._outside += [(part, spare) for spare in beside_slots(wrapper)]
-            slot = self._slot(wanted.get(part), a, b, wrapper, number)
+        for module in self._engine.modules():
+            part = module.name
+            self._outside += [(part, spare) for spare in module.spare]
+            slot = self._slot(wanted[part], module) if part in wanted else None
             if slot is None:
-                self._outside += [(part, a), (part, b)]
+                self._outside += [(part, module.a), (part, module.b)]
                 continue
             del wanted[part]
             self._slots.append(slot)
             rank = slot.a.shape[0]
-            self._outside += [(part, a[rank:]), (part, b[:, rank:])]
+            self._outside += [(part, module.a[rank:]), (part, module.b[:, rank:])]
         if wanted:
             raise SyncError(
                 f"vLLM has no LoRA slot for {listed(list(wanted.values()))}, or computes past it: it cannot serve this "
@@ -350,55 +333,19 @@ class AdapterSlots:
                 "target_modules."
             )
 
-    def _parts(self, index: int) -> Iterator[tuple[str, Tensor, Tensor, Any, int]]:
-        """Yield the slots of every module that vLLM can adapt.
-
-        A fused layer, such as q, k and v in one, has a slot for each of the modules that it consists of.
+    def _slot(self, name: str, module: ModuleSlots) -> Slot | None:
+        """Return the part of vLLM's slots for a module that its adapter fills, or None where A and B do not fit there.
 
         Args:
-            index: the position of the registered adapter among those that vLLM's slots can hold.
-
-        Yields:
-            The module's name in vLLM, its A (max rank, in) and B (out, max rank), vLLM's layer, and the number of the
-            module in this layer.
+            name: the policy's name of the module.
+            module: vLLM's slots for it, of the largest rank.
         """
-        from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
-
-        bypassed = internals.bypassed(self._manager.model)
-        for name, wrapper in self._manager.modules.items():
-            if id(wrapper.base_layer) in bypassed:
-                continue
-            parts = self._manager.packed_modules.get(name, [name])
-            if isinstance(wrapper, BaseLinearLayerWithLoRA) and len(parts) == wrapper.n_slices:
-                slots = zip(parts, wrapper.lora_a_stacked, wrapper.lora_b_stacked, strict=True)
-                for number, (part, a, b) in enumerate(slots):
-                    yield part, a[index, 0], b[index, 0], wrapper, number
-
-    def _slot(self, name: str | None, a: Tensor, b: Tensor, wrapper: Any, number: int) -> Slot | None:
-        """Return the slot of a module, or None where the module is not adapted, or its A and B do not fit.
-
-        Args:
-            name: the policy's name of the module; None where the policy does not adapt it.
-            a, b: vLLM's tensors for the module, of the largest rank.
-            wrapper: vLLM's layer.
-            number: the number of the module in this layer, if it is fused.
-        """
-        if name is None:
-            return None
         layer = self._layers[name]
         (rank, columns), (rows, _) = shapes = [w.shape for w in weights_of(layer, self._adapter)]
-        cut = (columns, rows) != (a.shape[1], b.shape[0])
-        slot = Slot(name, layer, a[:rank], b[:, :rank], wrapper if cut else None, number)
+        cut = (columns, rows) != (module.a.shape[1], module.b.shape[0])
+        slot = Slot(name, layer, module.a[:rank], module.b[:, :rank], module if cut else None)
         own = slot.parts(*(torch.empty(shape, device="meta") for shape in shapes))
         return slot if [t.shape for t in own] == [slot.a.shape, slot.b.shape] else None
-
-    def _theirs(self, name: str) -> str:
-        """Return vLLM's name of a module of the policy, mapped as vLLM maps the names of an adapter on disk."""
-        mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
-        if mapper is None:
-            return name
-        weight = ".lora_A.weight"
-        return str(mapper.get_rename_mapper().map_name(name + weight)).removesuffix(weight)
 
     # --- the adapter's state ----------------------------------------------------------------------------------------
 
@@ -464,26 +411,18 @@ class Slot:
         layer: PEFT's layer.
         a: view of vLLM's memory, (r, in).
         b: view of vLLM's memory, (out, r).
-        wrapper: vLLM's layer, which cuts out this rank's parts of A and B; None where the rank has all of both.
-        number: the number of the module in vLLM's layer, if that fuses several.
+        cut: what cuts out this rank's parts of A and B; None where the rank has all of both.
     """
 
     name: str
     layer: Any
     a: Tensor
     b: Tensor
-    wrapper: Any
-    number: int
+    cut: ModuleSlots | None
 
     def parts(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Return this rank's parts of the whole A (r, in) and B (out, r)."""
-        wrapper, number = self.wrapper, self.number
-        if wrapper is None:
-            return a, b
-        if wrapper.n_slices == 1:
-            return wrapper.slice_lora_a(a), wrapper.slice_lora_b(b)
-        all_a, all_b = ([factor if i == number else None for i in range(wrapper.n_slices)] for factor in (a, b))
-        return wrapper.slice_lora_a(all_a)[number], wrapper.slice_lora_b(all_b)[number]
+        return (a, b) if self.cut is None else self.cut.parts(a, b)
 
 
 def factors_of(slots: Sequence[Slot], adapter: str) -> list[tuple[Tensor, Tensor, float]]:

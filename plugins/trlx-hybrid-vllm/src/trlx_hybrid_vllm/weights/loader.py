@@ -8,7 +8,6 @@ later syncs be compared bit for bit.
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 from trlx_hybrid.contract.types import LoadReport
 from trlx_hybrid.errors import SyncError
 
-from ..private.engine import latent_attention, unwrapped
+from ..private.lora import unwrapped
+from ..private.models import latent_attention, persistent_buffers
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -227,14 +227,6 @@ _WRITES = {
 }
 
 
-def persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers in the model's state dict, with their names."""
-    for prefix, module in model.named_modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None and key not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{key}".lstrip("."), buffer
-
-
 def _has_address(value: Any) -> bool:
     """Return whether a value is a plain strided tensor, whose storage has an address.
 
@@ -275,32 +267,3 @@ def counted(weights: NamedTensors, given: dict[str, int]) -> Iterator[tuple[str,
     for name, tensor in weights:
         given[name] = tensor.numel() * tensor.element_size()
         yield name, tensor
-
-
-@functools.cache
-def dummy_load_format() -> str:
-    """Return vLLM's `load_format` for an engine whose weights come later, through a sync; registers its loader.
-
-    vLLM's own format ("dummy") fills persistent buffers with random numbers as well. But a buffer that vLLM computes
-    when it builds a model, such as Qwen2.5-VL's scale of the pixels, is in no checkpoint, so no sync would ever restore
-    it.
-    """
-    from vllm.model_executor.model_loader import register_model_loader
-    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-
-    @register_model_loader("dummy_parameters")
-    class DummyParametersLoader(DummyModelLoader):  # type: ignore[misc]
-        """A loader of random parameters that leaves buffers as the model's constructor made them.
-
-        A real checkpoint finds them so, too.
-        """
-
-        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-            """Load random weights as vLLM does, and restore the persistent buffers."""
-            buffers = [b for _, b in persistent_buffers(model) if not b.is_meta]
-            kept = [b.clone() for b in buffers]
-            super().load_weights(model, model_config)
-            for buffer, value in zip(buffers, kept, strict=True):
-                buffer.copy_(value)
-
-    return "dummy_parameters"

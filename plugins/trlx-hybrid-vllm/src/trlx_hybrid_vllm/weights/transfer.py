@@ -12,6 +12,7 @@ from trlx_hybrid.errors import HybridError, SyncError, listed
 from trlx_hybrid.weights.verify import sampled_names
 
 from ..options import TransferOptions
+from ..private.distributed import destroy_group, free_port
 from ..remote.server import VLLMServerPlan
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ class TransferSync(WeightSync):
         """Return a note where the weights go through host memory because vLLM cannot use NCCL, else None."""
         from vllm.platforms import current_platform
 
-        from ..remote.sender import REMEDY, nccl_missing
+        from ..private.distributed import nccl_missing
+        from ..remote.sender import REMEDY
 
         if current_platform.is_cpu() or self._engine.plan.backend != "gloo" or not (why := nccl_missing()):
             return None
@@ -123,7 +125,6 @@ class TransferSync(WeightSync):
     def _joined_sender(self) -> Any:
         """Return the trainer's end of the transfer to all engines that live now; join them first, if they changed."""
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
-        from vllm.utils.network_utils import get_open_port
 
         from ..remote import gloo
         from ..remote.sender import GroupClient, init_info
@@ -137,7 +138,7 @@ class TransferSync(WeightSync):
             fields = {
                 "rank": rank,
                 "master_address": engine.address,
-                "master_port": get_open_port(),
+                "master_port": free_port(),
                 "world_size": 1 + len(engine.servers) * engine.plan.ranks,
                 "deadline": options.deadline,
             }
@@ -248,7 +249,7 @@ class TransferSync(WeightSync):
         sender, self._sender, self._joined = self._sender, None, ()
         if sender is None:
             return
-        destroy = getattr(getattr(sender, "model_update_group", None), "destroy", None)
+        destroy = destroy_group(sender)
         sender.shutdown()
         if destroy is not None:  # vLLM's NCCL kernels would occupy the device while they wait for a dead engine
             destroy()

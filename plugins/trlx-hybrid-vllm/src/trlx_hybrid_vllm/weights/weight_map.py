@@ -24,6 +24,7 @@ from trlx_hybrid.contract.protocols import Region, Regions
 from trlx_hybrid.errors import EngineError, listed
 from trlx_hybrid.policy.policy import Policy
 
+from ..private.models import pads_rows
 from .loader import Route, Slice, WeightLoader, differ, flagged
 
 Box = tuple[tuple[int, int], ...]
@@ -310,10 +311,10 @@ def regions(model: torch.nn.Module, weights: WeightMap) -> Regions:
         covered[route.parameter].append(route.destination)
     padding: list[Tensor] = []
     for name, parameter in loader.parameters.items():
-        kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
         missing = parameter.numel() - sum(math.prod(s.shape) for s in covered[name])
         if missing:
-            rows = list(_uncovered_rows(parameter.data, covered[name])) if kind in PADDED and missing > 0 else []
+            padded = missing > 0 and pads_rows(model, name)
+            rows = list(_uncovered_rows(parameter.data, covered[name])) if padded else []
             if sum(view.numel() for view in rows) != missing or any(view.any() for view in rows):
                 raise EngineError(f"{abs(missing)} elements of engine parameter {name} come from no weight, or twice")
             padding += rows
@@ -329,95 +330,3 @@ def _uncovered_rows(parameter: Tensor, covered: Sequence[Slice]) -> Iterator[Ten
         if start > free:
             yield parameter[free:start]
         free = max(free, stop)
-
-
-# --- layers that keep what was loaded ---------------------------------------------------------------------------------
-
-
-KEEPS = {
-    "ColumnParallelLinear",
-    "MergedColumnParallelLinear",
-    "QKVParallelLinear",
-    "RowParallelLinear",
-    "ReplicatedLinear",
-    "GateLinear",
-    "VocabParallelEmbedding",
-    "ParallelLMHead",
-    "RMSNorm",
-    "GemmaRMSNorm",
-    "RoutedExperts",
-    "Conv2dLayer",
-    "Conv3dLayer",
-}
-"""Layers of vLLM 0.31 that compute with the very tensors their loader filled, when nothing quantises them.
-
-So do torch's own layers, which vision towers have.
-"""
-
-UNQUANTISED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
-EXPERTS_KEPT = {"TRITON", "BATCHED_TRITON"}
-"""Names of the `UnquantizedMoeBackend` that keep the experts as loaded.
-
-The others swap, permute, transpose or repack the experts, most of them at an unchanged shape.
-"""
-
-PADDED = {"VocabParallelEmbedding", "ParallelLMHead"}
-
-
-def refuses_writes(model: torch.nn.Module) -> str | None:
-    """Return why the weights of this vLLM model must not be written without its loader, or None."""
-    if hasattr(model, "process_weights_after_loading"):
-        return f"{type(model).__name__} derives something from its weights after loading them"
-    for name, module in model.named_modules():
-        kind, method = type(module).__name__, getattr(module, "quant_method", None)
-        weighty = any(p is not None for p in module._parameters.values())
-        keeps = type(module).__module__.startswith("vllm.") and kind in KEEPS
-        if weighty and not keeps and not type(module).__module__.startswith("torch.nn.modules."):
-            return f"{name} is a {kind}, which is not known to keep what was loaded"
-        if weighty and method is not None and type(method).__name__ not in UNQUANTISED:
-            return f"{name} keeps its weights in the form of {type(method).__name__}"
-        if kind == "RoutedExperts" and (reason := _experts(module, method)) is not None:
-            return f"{name} {reason}"
-        if module is model or kind in UNQUANTISED:  # what such a method does to its layer is judged above
-            continue
-        if hasattr(module, "process_weights_after_loading") and _derives(module, kind):
-            return f"{name} is a {kind}, which derives something from its weights after loading them"
-    return None
-
-
-def _derives(module: Any, kind: str) -> bool:
-    """Return whether a layer that has `process_weights_after_loading` derives something from its weights there.
-
-    Args:
-        kind: the name of the layer's class.
-    """
-    from vllm.v1.attention.backend import AttentionImpl
-
-    if kind == "MMEncoderAttention":  # with 8 bits it derives scales
-        return bool(module.fp8_enabled)
-    impl = getattr(module, "impl", None)
-    after = getattr(type(impl), "process_weights_after_loading", None)
-    return kind != "Attention" or (after is not AttentionImpl.process_weights_after_loading and _has_sinks(impl))
-
-
-def _experts(module: Any, method: Any) -> str | None:
-    if module.use_ep:
-        return "deals whole experts out to the ranks (expert parallelism), which has not been tried"
-    backend = method.unquantized_backend
-    if backend.name not in EXPERTS_KEPT and method.experts_cls.__name__ != "PlainExperts":
-        return (
-            f"computes with the MoE backend {backend.value}, which lays the experts out anew; on a GPU, "
-            "engine_args={'moe_backend': 'triton'} in engine_options chooses one that does not"
-        )
-    return None
-
-
-def _has_sinks(impl: Any) -> bool:
-    """Return whether an attention backend may derive something from its attention sinks after loading.
-
-    Args:
-        impl: vLLM's `AttentionImpl` of a layer.
-
-    FlashInfer's attention converts its sinks, if it has any, and nothing else; other backends are unknown, so True.
-    """
-    return type(impl).__name__ != "FlashInferImpl" or getattr(impl, "sinks", None) is not None

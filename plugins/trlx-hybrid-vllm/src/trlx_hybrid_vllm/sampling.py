@@ -119,29 +119,6 @@ def refuse_another_prompt(request: Request, theirs: Sequence[int] | None) -> Non
         )
 
 
-def causal_pictures(config: Any) -> str | None:
-    """Return why prompts with images cannot be sampled by vLLM here, or None.
-
-    Where a model lets the tokens of a picture attend to each other, as Gemma 3 does, vLLM's attention must, too. On
-    some platforms it does not, for instance on CPUs.
-
-    Args:
-        config: the engine's `VllmConfig`, in the process that holds the model.
-    """
-    if not config.model_config.is_mm_prefix_lm:
-        return None
-    layers = config.compilation_config.static_forward_context.values()
-    backends = {layer.attn_backend for layer in layers if hasattr(layer, "attn_backend")}
-    causal = sorted(backend.get_name() for backend in backends if not backend.supports_mm_prefix())
-    if not causal:
-        return None
-    return (
-        f"In {config.model_config.architecture} the tokens of a picture see each other, and vLLM's attention here "
-        f"({', '.join(causal)}) shows each only those before it, so it would sample from another model. Generate with "
-        "engine='transformers', or on a device for which vLLM has an attention that serves them."
-    )
-
-
 def completion_of(output: Any) -> Completion:
     """Return one finished `CompletionOutput` of vLLM as a `Completion`."""
     token_ids = list(output.token_ids)

@@ -1,0 +1,210 @@
+"""The end of an in-process engine: what it holds of the process is freed part by part, and nothing waits for it.
+
+vLLM's own shutdown also destroys torch's default process group, which under DDP and FSDP is accelerate's.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from trlx_hybrid.interprocess.ranks import abort
+
+from . import Patch
+from .distributed import device_groups, forget_groups, forget_queues
+from .engine import model_of, runner_of
+from .process import frozen_heap
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+
+PATCHES = (
+    Patch(
+        of=("vllm.v1.engine.core_client.InprocClient._finalizer",),
+        how_long="from the engine's start on",
+        why="It destroys every process group of the process, accelerate's too, when the interpreter exits.",
+        until="an engine ends without the groups that it did not make",
+    ),
+    Patch(
+        of=("vllm.device_allocator.cumem.CuMemAllocator.pointer_to_data",),
+        how_long="from the engine's end on",
+        why="vLLM unmaps memory when it is freed, also where it sleeps and is not mapped: on H200s that crashes.",
+        until="vLLM frees memory that sleeps",
+    ),
+    Patch(
+        of=("torch._dynamo.convert_frame._bytecode_hooks",),
+        how_long="from the engine's end on",
+        why="vLLM leaves hooks there that hold the model, so its memory would never be freed.",
+        until="vLLM removes all hooks that it has registered",
+    ),
+    Patch(
+        of=("vllm.compilation.caching.VllmSerializableFunction.example_inputs",),
+        how_long="from the engine's end on",
+        why="torch.compile keeps it as a global, and it holds the weights that the model was traced with.",
+        until="vLLM drops the inputs of a trace once it is compiled",
+    ),
+    Patch(
+        of=("vllm.distributed.parallel_state._WORLD", "vllm.distributed.parallel_state._NODE_COUNT"),
+        how_long="from the engine's end on",
+        why="vLLM's own shutdown destroys them together with the trainer's groups, so they are dropped one by one.",
+        until="an engine ends without the groups that it did not make",
+    ),
+)
+
+
+ABORT_SECONDS = 5.0
+"""The time that an abort of communicators may take, in seconds, as in vLLM."""
+
+
+def detach_finalizer(llm: LLM) -> None:
+    """Detach vLLM's finalizer, so that the engine ends only when it is told to.
+
+    vLLM would otherwise end it when its client is collected or the interpreter exits. It would then destroy every
+    process group of the process, including those of accelerate and of other plugins, and wait for whatever still uses
+    one.
+    """
+    llm.llm_engine.engine_core._finalizer.detach()
+
+
+def release_at_exit(llm: LLM | None, made_default_group: bool) -> None:
+    """Release what an engine holds before the interpreter exits, so that nothing waits for it.
+
+    NCCL (`commDestroySync`) destroys a communicator that a CUDA graph names only after the graph, and a communicator
+    with a rank that is elsewhere not at all. So the graphs go first, and the communicators are aborted. Last comes the
+    default group of a single process, where the engine made it: nobody else would destroy it, and torch warns of groups
+    that are left.
+
+    On a CPU there are no CUDA graphs and no NCCL. There the heap that vLLM has frozen is collected as Python ends, or
+    Triton would list everything that it has left.
+
+    Args:
+        llm: vLLM's LLM; None where a `shut_down` failed half-way.
+        made_default_group: whether the engine made torch's default process group.
+    """
+    _make_freeable()
+    _forget_graphs(llm)
+    forget_queues()
+    groups = list(device_groups())
+    if made_default_group and dist.is_initialized() and dist.get_world_size() == 1:
+        groups.append(dist.group.WORLD)
+    abort(groups, ABORT_SECONDS)
+    if not torch.cuda.is_available():
+        gc.unfreeze()
+
+
+class _Unmapped:
+    """A stand-in for vLLM's record of an allocation that sleeps, which maps the memory at the moment it is freed.
+
+    vLLM 0.31 unmaps what it frees, and memory that sleeps is not mapped: seen on H200s, that ends in "invalid argument"
+    or in a segmentation fault. So the memory is mapped when it is freed, one allocation after the other, since all of
+    them together might not fit beside what the trainer holds by then.
+
+    Args:
+        data: vLLM's `AllocationData`.
+    """
+
+    cpu_backup_tensor = None
+    is_asleep = False
+
+    def __init__(self, data: Any) -> None:
+        self.tag, self._handle, self._mapped = data.tag, data.handle, False
+
+    @property
+    def handle(self) -> Any:
+        from vllm.device_allocator.cumem import create_and_map
+
+        if not self._mapped:
+            self._mapped = True
+            create_and_map(self._handle)
+        return self._handle
+
+
+_ALLOCATORS: list[Any] = []
+"""Allocators of closed engines: policies may still live in memory that goes back through them (pytorch#145168)."""
+
+
+def _make_freeable() -> None:
+    """Prepare vLLM's memory pool so that its memory can be freed while it sleeps, and after the engine is closed."""
+    if not torch.cuda.is_available():
+        return
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    memory: Any = CuMemAllocator.instance
+    if memory is not None:
+        asleep = {address: data for address, data in memory.pointer_to_data.items() if data.is_asleep}
+        memory.pointer_to_data |= {address: _Unmapped(data) for address, data in asleep.items()}
+        _ALLOCATORS.extend(allocator for _, allocator in memory.allocator_and_pools.values())
+
+
+def _forget_graphs(llm: LLM | None) -> None:
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
+
+    if torch.cuda.is_available():
+        CUDAGraphWrapper.clear_all_graphs()  # the graphs of parts of the model
+        if llm is None:
+            return
+        manager = getattr(runner_of(llm), "cudagraph_manager", None)
+        if manager is not None:
+            manager.graphs.clear()  # the graphs of whole steps
+
+
+def _forget_hooks(llm: LLM) -> None:
+    """Remove the hooks by which an engine's model watches what Dynamo compiles, so that the model can be freed.
+
+    vLLM 0.31 registers a method of the model for each decorated class that it derives from, and removes the last one
+    only. The other hooks would keep the model, with its weights, until the end of the process.
+    """
+    from torch._dynamo.convert_frame import _bytecode_hooks as hooks
+
+    modules = set(model_of(llm).modules())
+    for number, hook in list(hooks.items()):
+        if getattr(hook, "__self__", None) in modules:
+            del hooks[number]
+
+
+def _forget_traced_weights() -> None:
+    """Drop the weights that the engine's model was traced with, so that their memory is freed.
+
+    torch.compile leaves what it compiled in the module of the model's class, as a global, and vLLM 0.31's part of it
+    keeps the inputs of the trace, with all weights. A next engine of the process would find the first one's memory in
+    use, which vLLM refuses in sleep mode. Once compiled, the inputs serve only to be stored. Python does not list
+    objects that are frozen, as vLLM's are until it shuts down.
+    """
+    from vllm.compilation.caching import VllmSerializableFunction
+
+    for held in gc.get_objects():
+        if type(held) is VllmSerializableFunction:
+            held.example_inputs = []
+
+
+def shut_down(llm: LLM, made_default_group: bool, peers_lost: bool = False, heap_kept: bool = False) -> None:
+    """Free the engine and the process groups it made.
+
+    vLLM's own shutdown also destroys the default process group, which under DDP and FSDP is accelerate's; so this
+    function shuts down vLLM's parts one by one.
+
+    Args:
+        llm: vLLM's LLM.
+        made_default_group: whether the engine made torch's default process group, which is then destroyed as well.
+        peers_lost: some rank will not do the same, so communicators are aborted rather than destroyed together.
+        heap_kept: whether Python objects were frozen (`gc.freeze`) before the engine was built, and must stay so.
+    """
+    detach_finalizer(llm)
+    core = llm.llm_engine.engine_core.engine_core
+    _make_freeable()
+    _forget_graphs(llm)
+    _forget_hooks(llm)
+    core.structured_output_manager.clear_backend()
+    with frozen_heap(heap_kept):
+        core.model_executor.shutdown()  # unfreezes the heap: otherwise engine and trainer could not be collected
+    _forget_traced_weights()
+    core.scheduler.shutdown()
+    if peers_lost:
+        abort(list(device_groups()), ABORT_SECONDS)
+    forget_groups(made_default_group)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

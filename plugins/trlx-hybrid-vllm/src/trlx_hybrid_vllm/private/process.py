@@ -1,0 +1,251 @@
+"""What an engine does to its process while it starts and runs, and what is kept as it was: heap, caches, classes."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
+from typing import Any
+
+import torch
+from torch import nn
+from trlx_hybrid.interprocess.environment_variables import restored
+
+from . import Patch, replaced
+
+PATCHES = (
+    Patch(
+        of=("gc.freeze", "gc.unfreeze"),
+        how_long="while an engine starts and ends, where the heap was frozen before",
+        why="vLLM freezes and unfreezes the whole heap, and so would unfreeze what the user has frozen.",
+        until="vLLM leaves a heap frozen that was frozen before it started",
+    ),
+    Patch(
+        of=("torch.cuda.empty_cache", "torch.accelerator.empty_cache"),
+        how_long="while the engine falls asleep and wakes up",
+        why="vLLM empties the cache of torch's allocator, and the next loss asks the driver for the memory again.",
+        until="vLLM's sleep and wake-up can leave the allocator's cache alone",
+    ),
+    Patch(
+        of=("vllm.config.ModelConfig.compute_hash",),
+        how_long="while an engine starts",
+        why="The hash of what was compiled has the path of the model's folder in it, which is another at each start.",
+        until="vLLM leaves the model's path out of the hash, or takes a name for it",
+    ),
+    Patch(
+        of=("classes of the trained model",),
+        how_long="while an engine starts: what vLLM has changed is undone",
+        why="vLLM changes base classes and attributes of transformers' classes when it builds its own model of them.",
+        until="vLLM makes subclasses of transformers' classes instead",
+    ),
+)
+
+
+MODULES_WITH_TENSORS = ("compressed_tensors.compressors.nvfp4.helpers", "flashinfer.quantization.fp4_quantization")
+"""Modules that allocate tensors when they are imported, as seen in a history of torch's allocations on H200s."""
+
+
+def import_modules_with_tensors() -> None:
+    """Import the modules that allocate tensors when they are imported, before vLLM does so while it builds a model.
+
+    Their tensors would otherwise lie in the memory that sleeps. There their contents are lost, and the memory could
+    never be freed for another engine.
+    """
+    if torch.cuda.is_available():
+        for name in MODULES_WITH_TENSORS:
+            with suppress(ImportError):
+                importlib.import_module(name)
+
+
+PYTHONS_OWN = 1_000
+"""The largest number of objects that Python itself may have frozen: 3.12 starts with 375.
+
+A heap with torch in it has some hundred thousand objects.
+"""
+
+
+@contextmanager
+def frozen_heap(kept: bool) -> Iterator[None]:
+    """Keep a heap frozen that was frozen before (`gc.freeze`), while vLLM starts or ends.
+
+    vLLM freezes the whole heap when it starts. It unfreezes all of it after a capture of graphs and at its end, since
+    otherwise nothing of the engine could be collected. Python does not tell what vLLM froze from what was frozen
+    before. So where something was frozen before, vLLM does neither.
+
+    Args:
+        kept: whether something was frozen before the engine was built. False, too, if the user's code has called
+            `gc.freeze` since then, which froze the engine: it could not be collected.
+    """
+    if not kept:
+        yield
+        return
+    with replaced(gc, "freeze", lambda: None), replaced(gc, "unfreeze", lambda: None):
+        yield
+
+
+@contextmanager
+def cache_kept(wanted: int = 0) -> Iterator[None]:
+    """Keep the cache of torch's allocator during vLLM's sleep and wake-up, which would return all of it to the driver.
+
+    The trainer's next loss then need not ask the driver for the memory again, in some five hundred calls. Inside, no
+    thread of the process can empty the cache. Nothing is kept if the device has fewer than `wanted` bytes free.
+
+    Args:
+        wanted: bytes that must be free on the device.
+    """
+    if not torch.cuda.is_available() or torch.cuda.mem_get_info()[0] < wanted:
+        yield
+        return
+    with ExitStack() as stack:
+        for module in (torch.accelerator, torch.cuda):
+            stack.enter_context(replaced(module, "empty_cache", lambda: None))
+        yield
+
+
+@contextmanager
+def compiled_once(folder: str, joined: bool) -> Iterator[None]:
+    """Let vLLM reuse what an earlier start compiled, although the model's folder has another, random name each time.
+
+    vLLM keeps compiled models under a hash of its config, which includes the model's path. Without this, every start
+    would compile anew, choose its kernels by timing anew, which may round otherwise, and leave one more folder in
+    vLLM's cache. The config of the model, which the path stands for, is in the hash separately.
+
+    Args:
+        folder: the model's path.
+        joined: whether vLLM's layers compute base and adapter in one product (`adapted_linear.py`), which compiles to
+            other code, and so needs another hash.
+    """
+    from vllm.config import ModelConfig
+
+    plain = ModelConfig.compute_hash
+
+    @functools.wraps(plain)
+    def compute_hash(config: Any) -> Any:
+        path = config.model
+        config.model = f"trlx-hybrid{', adapters under weights' * joined}" if path == folder else path
+        try:
+            return plain(config)
+        finally:
+            config.model = path
+
+    with replaced(ModelConfig, "compute_hash", compute_hash):
+        yield
+
+
+FLOAT32_PRODUCTS = "TRITON_F32_DEFAULT"
+"""The environment variable for the precision of Triton's float32 products, read when a kernel is compiled.
+
+By default they are TF32, and attention, and so each log-prob, is off by 1e-3. PyTorch's products, and so the trainer's,
+are exact by default.
+"""
+
+
+EXACT = "ieee"
+
+
+@contextmanager
+def stdout_with_descriptor() -> Iterator[None]:
+    """Give `sys.stdout` a file descriptor, which vLLM duplicates as it starts. In some notebooks it has none."""
+    try:
+        sys.stdout.fileno()
+    except (AttributeError, io.UnsupportedOperation):
+        with redirect_stdout(sys.__stdout__):
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def running(dtype: torch.dtype, collecting: bool = False) -> Iterator[None]:
+    """Prepare the process for calls of an engine that computes in this dtype; all of its calls are made inside.
+
+    A rollout allocates a few objects per token, so the garbage collector pauses, except for calls that run long and run
+    the user's code (`collecting`). vLLM has frozen the objects that existed when it was built, so no collection visits
+    them. On a CPU, torch.compile is switched off: it costs 14 s at the first call.
+    """
+    from vllm.platforms import current_platform
+
+    stance: Any = torch.compiler.set_stance("force_eager") if current_platform.is_cpu() else nullcontext()
+    paused = gc.isenabled() and not collecting
+    with stance, restored(FLOAT32_PRODUCTS):
+        if dtype == torch.float32:
+            os.environ.setdefault(FLOAT32_PRODUCTS, EXACT)
+        if paused:
+            gc.disable()
+        try:
+            yield
+        finally:
+            if paused:
+                gc.enable()
+
+
+@contextmanager
+def starting(
+    dtype: torch.dtype, folder: str, rank: int | None, trained: nn.Module, heap_kept: bool
+) -> Iterator[list[nn.Module]]:
+    """Prepare the process for an engine that is built inside, and undo afterwards what vLLM does to it.
+
+    Args:
+        dtype: the dtype that the engine computes in.
+        folder: the path of the model's folder.
+        rank: the rank of the engine's LoRA slots; None for an engine whose slots are not for exactly one adapter.
+        trained: the policy's module, whose classes stay as they are.
+        heap_kept: whether objects were frozen (`gc.freeze`) before, which stay so.
+
+    Yields:
+        A list for the models that are built inside, as of `trainer_classes_kept`.
+    """
+    from .adapted_linear import adapters_under_weights
+
+    with (
+        running(dtype),
+        stdout_with_descriptor(),
+        frozen_heap(heap_kept),
+        adapters_under_weights(rank) as joined,
+        compiled_once(folder, joined),
+        trainer_classes_kept(trained) as built,
+    ):
+        yield built
+
+
+@contextmanager
+def trainer_classes_kept(trained: nn.Module) -> Iterator[list[nn.Module]]:
+    """Undo afterwards the changes that vLLM, building a model inside, makes to classes of the trained model.
+
+    Yields:
+        A list for the models built inside. Their modules get subclasses of their own, with the changes to the class.
+    """
+    classes = {c for module in trained.modules() for c in type(module).__mro__ if c is not object}
+    before = {c: (c.__bases__, dict(vars(c))) for c in classes}
+    built: list[nn.Module] = []
+    try:
+        yield built
+    finally:
+        for cls, (bases, attributes) in before.items():
+            if cls.__bases__ != bases:
+                own = _moved_into_subclass(cls, bases, attributes)
+                for module in (m for model in built for m in model.modules() if type(m) is cls):
+                    module.__class__ = own
+
+
+def _moved_into_subclass(cls: type, bases: tuple[type, ...], attributes: dict[str, Any]) -> type:
+    """Restore a class as it was before, and return a subclass of the same name with what was added to it.
+
+    Args:
+        bases: the base classes that it had before.
+        attributes: the `vars()` that it had before.
+    """
+    added = tuple(base for base in cls.__bases__ if base not in bases)
+    changed = {key: value for key, value in vars(cls).items() if attributes.get(key) is not value}
+    cls.__bases__ = bases
+    for key in changed:
+        if key in attributes:
+            setattr(cls, key, attributes[key])
+        else:
+            delattr(cls, key)
+    return type(cls)(cls.__name__, (cls, *added), {**changed, "__module__": cls.__module__})

@@ -1,0 +1,327 @@
+"""What a stream does with vLLM's engine core: it queues requests, runs steps, and turns their outputs into completions.
+
+`LLM.generate` turns every token of every step into text, log-prob and output objects, one request at a time; at 256
+sequences that takes longer than the GPU needs for the step. Here the engine core's step outputs are kept as they come
+and turned into lists once, at the end; where `DecodeScheduler` runs, it holds tokens back until a request finishes.
+Requests with stop strings, or with more log-probs than the sampled tokens', go through vLLM's own output processing.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from trlx_hybrid.contract.types import Completion, Request
+from trlx_hybrid.errors import EngineError
+from vllm.inputs.engine import tokens_input
+
+from ..sampling import (
+    completion_of,
+    forbidden,
+    own_params,
+    prompt_of,
+    refuse_another_prompt,
+    with_seed,
+    without_placeholders,
+)
+from .models import causal_pictures
+from .token_logprobs import without_ranks
+
+if TYPE_CHECKING:
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    from ..generate.support import KeptIds
+    from .recorders import RoutingCapture
+    from .sampling_graphs import SamplingGraphs
+
+Experts = np.ndarray[Any, np.dtype[np.int16]]
+
+
+@dataclass(slots=True)
+class Partial:
+    """The outputs so far of one unfinished request.
+
+    Attributes:
+        prompt_tokens: how many tokens the prompt has.
+        row: the request's, see `Request.row`.
+        outside_id: the id in vLLM's finished outputs.
+        token_ids: the sampled tokens.
+        logprobs: for each step, an array (tokens,) of natural log-probs.
+        experts: for each step, the experts of its tokens as vLLM returns them, if it does.
+    """
+
+    prompt_tokens: int
+    row: int
+    outside_id: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[np.ndarray[Any, Any]] = field(default_factory=list)
+    experts: list[Experts] = field(default_factory=list)
+
+    def completion(self, finish_reason: str) -> Completion:
+        """Return the outputs as the completion of a finished request."""
+        if not self.logprobs:
+            return Completion(token_ids=self.token_ids, finish_reason=finish_reason, row=self.row)
+        values = np.concatenate(self.logprobs)
+        logprobs: list[list[float | None]] = [[value] for value in values.tolist()]
+        for index in np.flatnonzero(np.isnan(values)).tolist():
+            logprobs[index] = [None]
+        ids = [[token] for token in self.token_ids]
+        return Completion(
+            token_ids=self.token_ids,
+            logprobs=logprobs,
+            logprob_token_ids=ids,
+            finish_reason=finish_reason,
+            row=self.row,
+        )
+
+
+class Stepper:
+    """The requests of one stream in an in-process engine core, which is idle at first.
+
+    The first prompt of token ids goes through vLLM's input processing, which checks the parameters and completes them.
+    The other requests are copies of it, and only their prompts are checked. That is a third of the time that a turn
+    of a conversation costs the host between two steps.
+
+    Args:
+        llm: vLLM's LLM.
+        params: arguments of `SamplingParams` that the requests share.
+        adapter: the LoRARequest that serves all requests, or None.
+        routing: captures the experts of the tokens, where completions are to name them and vLLM does not return them.
+        graphs: CUDA graphs of the part of a decode step that follows the model's layers, where the engine has them.
+        support: keeps the ids that the tokens are sampled from, where completions are to name them.
+
+    Attributes:
+        unfinished: the requests that are queued or being decoded, by vLLM's internal id.
+        cached_tokens: how many prompt tokens came from the prefix cache, over all requests whose prompt was read.
+        prompt_tokens: how many prompt tokens these requests have in all.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        params: Mapping[str, Any],
+        adapter: LoRARequest | None,
+        routing: RoutingCapture | None,
+        graphs: SamplingGraphs | None,
+        support: KeptIds | None,
+    ) -> None:
+        self._llm, self._adapter, self._routing, self._graphs = llm, adapter, routing, graphs
+        self._support = support
+        self._engine, self._core = llm.llm_engine, llm.llm_engine.engine_core
+        self._params = without_placeholders(dict(params), self._engine.vllm_config)
+        self._pattern: Any = None  # vLLM's `EngineCoreRequest`, checked and completed
+        self._text = bool(params["detokenize"] or params["logprobs"])
+        self._inside: dict[str, str] = {}  # the id in vLLM's finished outputs -> the id it works with
+        self.unfinished: dict[str, Partial] = {}
+        self.cached_tokens = self.prompt_tokens = 0
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def queue(self, request: Request) -> str:
+        """Queue a request, and return vLLM's internal id of it.
+
+        Raises:
+            VLLMValidationError: the prompt is too long or has ids outside the vocabulary, or the parameters are
+                invalid.
+            EngineError: vLLM would change the prompt of a request with images, or computes images differently from the
+                trainer's model.
+        """
+        request_id = self._queue(request) if request.images is None else self._queue_images(request)
+        arriving = self.unfinished[request_id] = Partial(len(request.prompt_ids), request.row)
+        if self._text:
+            arriving.outside_id = self._engine.output_processor.request_states[request_id].external_req_id
+            self._inside[arriving.outside_id] = request_id
+        return request_id
+
+    def _queue_images(self, request: Request) -> str:
+        if (reason := causal_pictures(self._engine.vllm_config)) is not None:
+            raise EngineError(reason)
+        params = with_seed(self._params, request)
+        request_id = str(self._llm.enqueue([prompt_of(request)], [params], self._adapter, use_tqdm=False)[0])
+        try:
+            refuse_another_prompt(request, self._engine.output_processor.request_states[request_id].prompt_token_ids)
+        except EngineError:
+            self._engine.abort_request([request_id], internal=True)
+            raise
+        return request_id
+
+    def _queue(self, request: Request) -> str:
+        if self._pattern is None:
+            self._pattern = self._engine.input_processor.process_inputs(
+                "pattern",
+                tokens_input(request.prompt_ids),
+                with_seed(self._params, request),
+                supported_tasks=self._engine.get_supported_tasks(),
+                lora_request=self._adapter,
+            )
+        params: SamplingParams = copy.copy(self._pattern.sampling_params)
+        for name, value in own_params(self._params, request).items():
+            setattr(params, name, value)
+        self._engine.input_processor._validate_model_inputs(None, tokens_input(request.prompt_ids))
+        request_id = f"trlx-{next(self._llm.request_counter)}"
+        queued = msgspec.structs.replace(
+            self._pattern,
+            request_id=request_id,
+            external_req_id=request_id,
+            prompt_token_ids=request.prompt_ids,
+            sampling_params=params,
+            arrival_time=time.time(),
+        )
+        self._engine.output_processor.add_request(queued, None, None, 0)
+        self._engine.engine_core.add_request(queued)
+        return request_id
+
+    def abort(self, request_id: str) -> None:
+        """Stop an unfinished request and free its KV cache."""
+        del self.unfinished[request_id]
+        self._engine.abort_request([request_id], internal=True)
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[tuple[str, Completion]]:
+        """Run one step of the engine core, and return the id and completion of each request that finished in it.
+
+        Raises:
+            EngineError: vLLM has no requests left, and some of these never finished.
+        """
+        finished = self._text_step() if self._text else self._token_step()
+        if self.unfinished and not self._engine.has_unfinished_requests():
+            raise EngineError(f"vLLM lost {len(self.unfinished)} requests: it has none left, and these never finished.")
+        return finished
+
+    def _token_step(self) -> list[tuple[str, Completion]]:
+        completions, finished = [], []
+        for output in self._core.get_output().outputs:
+            arriving = self.unfinished.get(output.request_id)
+            if arriving is None:  # aborted while this step was on its way
+                continue
+            arriving.token_ids += output.new_token_ids
+            if output.new_logprobs is not None:
+                arriving.logprobs.append(output.new_logprobs.logprobs[:, 0])  # column 0 is the sampled token's
+            if output.prefill_stats is not None:
+                self.cached_tokens += output.prefill_stats.num_cached_tokens
+                self.prompt_tokens += output.prefill_stats.num_prompt_tokens
+            if output.routed_experts is not None:
+                arriving.experts.append(output.routed_experts)
+                output.routed_experts = None
+            if output.new_sampling_mask is not None and self._support is not None:
+                self._support.returned(output.request_id, arriving.prompt_tokens, output.new_sampling_mask.token_ids)
+                output.new_sampling_mask = None
+            if output.finish_reason is not None:
+                experts = np.concatenate(arriving.experts) if arriving.experts else None
+                completion = arriving.completion(str(output.finish_reason))
+                completions.append((output.request_id, self._with_more(output.request_id, completion, experts)))
+                output.new_token_ids, output.new_logprobs = [], None  # vLLM would make an object of each
+                finished.append(output)
+        if finished:
+            self._engine.output_processor.process_outputs(finished)  # drops vLLM's own record of the request
+        return completions
+
+    def _text_step(self) -> list[tuple[str, Completion]]:
+        completions = []
+        outputs = self._engine.step()
+        if self._support is not None:
+            self._take_masks(self._support, outputs)
+        for output in outputs:
+            request_id = self._inside.get(output.request_id, "")
+            arriving = self.unfinished.get(request_id)
+            if arriving is not None and output.finished:
+                done = output.outputs[0]
+                completion = replace(completion_of(done), row=arriving.row)
+                completions.append((request_id, self._with_more(request_id, completion, done.routed_experts)))
+                self.cached_tokens += output.num_cached_tokens or 0
+                self.prompt_tokens += len(output.prompt_token_ids)
+        return completions
+
+    def _take_masks(self, support: KeptIds, outputs: Sequence[Any]) -> None:
+        """Move the ids that tokens were sampled from out of vLLM's outputs into `support`.
+
+        Otherwise vLLM would turn the arrays of ids into lists when a request finishes.
+        """
+        for request_id, arriving in self.unfinished.items():
+            state = self._engine.output_processor.request_states.get(request_id)
+            for mask in state.sampling_mask_chunks if state is not None else ():
+                support.returned(request_id, arriving.prompt_tokens, mask.token_ids)
+            if state is not None:
+                state.sampling_mask_chunks.clear()
+        for output in outputs:  # the ids of their last step
+            mask, key = output.outputs[0].sampling_mask, self._inside.get(output.request_id, "")
+            if key in self.unfinished and mask is not None:
+                for ids in mask.token_ids:
+                    support.returned(key, self.unfinished[key].prompt_tokens, ids)
+
+    def _with_more(self, request_id: str, completion: Completion, experts: Experts | None) -> Completion:
+        """Return the completion of a request with what else is known of its tokens; it is no longer unfinished then.
+
+        This is the experts that they were routed to, and the ids that they were sampled from (`Completion.support`).
+
+        Args:
+            request_id: vLLM's internal id.
+            completion: token ids and log-probs.
+            experts: the experts as vLLM returned them, if it did.
+        """
+        prompt_tokens, tokens = self.unfinished[request_id].prompt_tokens, len(completion.token_ids)
+        support = None if self._support is None else self._support.take(request_id, prompt_tokens, tokens)
+        experts = self._experts(request_id, prompt_tokens + tokens, experts)
+        del self.unfinished[request_id]
+        return replace(completion, experts=experts, support=support)
+
+    def _experts(self, request_id: str, tokens: int, returned: Experts | None) -> Experts | None:
+        """Return the experts that a finished request's tokens were routed to, or None where they are not recorded.
+
+        The last sampled token has none, because it never went through the model.
+
+        Args:
+            request_id: vLLM's internal id.
+            tokens: how many tokens the request has, prompt included.
+            returned: the experts as vLLM returned them, if it did.
+        """
+        if self._routing is not None:
+            return self._routing.take(request_id, tokens - 1)
+        if returned is not None and len(returned) != tokens - 1:
+            raise EngineError(f"vLLM returned the experts of {len(returned)} tokens, where {tokens - 1} were computed.")
+        return None if returned is None else returned.astype(np.int16)
+
+    # --- before and after -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Prepare the engine for the requests, and clean up afterwards.
+
+        Unfinished requests are aborted at the end, or the next run would finish them first.
+        """
+        scheduler = self._core.engine_core.scheduler
+        holds = hasattr(scheduler, "holding") and not self._text
+        try:
+            if self._support is not None:
+                self._support.open(forbidden(self._params))
+            with self._holding(scheduler) if holds else nullcontext():
+                yield
+        finally:
+            for request_id in list(self.unfinished):
+                self.abort(request_id)
+            if self._routing is not None:
+                self._routing.clear()
+            if self._support is not None:
+                self._support.close()
+
+    @contextmanager
+    def _holding(self, scheduler: Any) -> Iterator[None]:
+        """Make the scheduler return a request's tokens only when it finishes, with log-probs but without ranks."""
+        scheduler.holding = True
+        if self._graphs is not None:
+            self._graphs.active = True
+        try:
+            with without_ranks(scheduler, self._engine.vllm_config.device_config.device):
+                yield
+        finally:
+            scheduler.holding = False
+            if self._graphs is not None:
+                self._graphs.active = False

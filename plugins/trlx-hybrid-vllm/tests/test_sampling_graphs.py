@@ -119,8 +119,8 @@ def together(with_graphs):  # one row of four asks for more
         for _ in range(2):
             done.update(stream.step(True)[0])
         before = graphs.replayed
-        stream._params["min_p"] = 0.2
-        stream._pattern = None
+        stream._stepper._params["min_p"] = 0.2
+        stream._stepper._pattern = None
         keys.append(stream.add(Request(prompt_ids=[9, 9, 9], seed=5, max_tokens=2)))
         for _ in range(3):
             done.update(stream.step(True)[0])

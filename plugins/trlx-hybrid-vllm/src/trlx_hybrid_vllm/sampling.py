@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trlx_hybrid.contract.types import Completion, Request, Sampling
 from trlx_hybrid.errors import EngineError
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.outputs import CompletionOutput
 
 
 def sampling_params(sampling: Sampling, masks: bool = False) -> dict[str, Any]:
@@ -59,7 +63,7 @@ NEVER = -100.0
 """The lowest logit bias that vLLM accepts."""
 
 
-def without_placeholders(params: dict[str, Any], config: Any) -> dict[str, Any]:
+def without_placeholders(params: dict[str, Any], config: VllmConfig) -> dict[str, Any]:
     """Return the parameters with a bias against tokens that stand for images, for a model that sees images.
 
     The model then hardly ever samples such a token. A completion with one could not be scored: it would have more of
@@ -119,8 +123,8 @@ def refuse_another_prompt(request: Request, theirs: Sequence[int] | None) -> Non
         )
 
 
-def completion_of(output: Any) -> Completion:
-    """Return one finished `CompletionOutput` of vLLM as a `Completion`."""
+def completion_of(output: CompletionOutput) -> Completion:
+    """Return one finished output of vLLM as a `Completion`."""
     token_ids = list(output.token_ids)
     if output.logprobs is None:
         return Completion(token_ids=token_ids, finish_reason=output.finish_reason)

@@ -23,7 +23,9 @@ DOCUMENTED: dict[str, str] = {
     "vllm.EngineArgs": "",
     "vllm.ModelRegistry": "get_supported_archs",
     "vllm.config.VllmConfig": "model_config speculative_config",
+    "vllm.logprobs.Logprob": "logprob rank",
     "vllm.config.ModelConfig": "get_vocab_size hf_config is_multimodal_model return_sampling_mask",
+    "vllm.config.ParallelConfig": "data_parallel_index rank world_size",
     "vllm.platforms.current_platform": "is_cpu is_device_capability_family",
     "vllm.lora.request.LoRARequest": "",
     # remote engines
@@ -36,7 +38,7 @@ DOCUMENTED: dict[str, str] = {
     "vllm.v1.engine.exceptions.EngineDeadError": "",
     # the transfer of weights to them, https://docs.vllm.ai/en/latest/training/weight_transfer/
     "vllm.distributed.weight_transfer.ParamMeta": "",
-    "vllm.distributed.weight_transfer.TrainerWeightTransferEngine": "",
+    "vllm.distributed.weight_transfer.TrainerWeightTransferEngine": "client is_sender source",
     "vllm.distributed.weight_transfer.VLLMWeightSyncClient": (
         "finish_weight_update init_weight_transfer_engine start_weight_update update_weights"
     ),
@@ -47,7 +49,9 @@ DOCUMENTED: dict[str, str] = {
     "vllm.distributed.weight_transfer.base.WeightTransferInitInfo": "",
     "vllm.distributed.weight_transfer.base.WeightTransferInitRequest": "",
     "vllm.distributed.weight_transfer.base.WeightTransferUpdateRequest": "",
-    "vllm.distributed.weight_transfer.nccl_engine.NCCLWeightTransferEngine": "",
+    "vllm.distributed.weight_transfer.nccl_engine.NCCLWeightTransferEngine": (
+        "device model model_update_group parallel_config parse_update_info"
+    ),
     "vllm.distributed.weight_transfer.nccl_engine.NCCLWeightTransferUpdateInfo": "dtype_names names shapes",
 }
 """vLLM's documented names that this plugin uses, each with those members of it that may be used outside this package.

@@ -31,6 +31,8 @@ from ..private.process import EXACT, FLOAT32_PRODUCTS
 
 if TYPE_CHECKING:
     from trlx_hybrid.session import Session
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
 
     from ..generate.support import ServedIds
     from ..options import VLLMOptions
@@ -144,7 +146,7 @@ class VLLMServer:
 
     def __init__(self, plan: VLLMServerPlan) -> None:
         self._plan = plan
-        self._llm: Any = None
+        self._llm: AsyncLLM = None  # until `start`
         self._ids: ServedIds | None = None
         self._numbers = itertools.count()
         self._updating = False
@@ -205,7 +207,7 @@ class VLLMServer:
         masks = bool(getattr(self._llm.model_config, MASKS, False))
         shared = without_placeholders(sampling_params(sampling, masks), self._llm.vllm_config)
         params, request_id = with_seed(shared, request), str(next(self._numbers))
-        final: Any = None
+        final: RequestOutput = None  # vLLM yields one at least
         ids = None if sampling.truncated_by() is None else self._ids
         try:
             if ids is not None:

@@ -1,4 +1,4 @@
-"""What vLLM knows of a model: from its config and architecture, and of the layers of a model that it has built."""
+"""Knowledge of vLLM about a model: from its config and architecture, and of the layers of a model that it has built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine does to its process while it starts and runs, and what is kept as it was: heap, caches, classes."""
+"""Guards of the process while an engine starts and runs: its heap, caches and classes stay as they were."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stream does with vLLM's engine core: it queues requests, runs steps, and turns their outputs into completions.
+"""Steps of vLLM's engine core: requests are queued, steps run, and their outputs turned into completions.
 
 `LLM.generate` turns every token of every step into text, log-prob and output objects, one request at a time; at 256
 sequences that takes longer than the GPU needs for the step. Here the engine core's step outputs are kept as they come
@@ -13,10 +13,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
+from trlx_hybrid.contract.support import Support
 from trlx_hybrid.contract.types import Completion, Request
 from trlx_hybrid.errors import EngineError
 from vllm.inputs.engine import tokens_input
@@ -37,11 +38,26 @@ if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    from ..generate.support import KeptIds
     from .recorders import RoutingCapture
     from .sampling_graphs import SamplingGraphs
 
 Experts = np.ndarray[Any, np.dtype[np.int16]]
+
+
+class IdCollector(Protocol):
+    """Collects the ids that each token is sampled from, as `generate.support.KeptIds` does."""
+
+    def open(self, forbidden: Sequence[int]) -> None:
+        """Prepare for a rollout; `forbidden` are ids that a logit bias forbids in all of its requests."""
+
+    def close(self) -> None:
+        """Drop the ids that nobody took."""
+
+    def returned(self, request_id: str, prompt_tokens: int, ids: Any) -> None:
+        """Record the ids, (n,) int32, that a request's next token was sampled from."""
+
+    def take(self, request_id: str, prompt_tokens: int, tokens: int) -> Support:
+        """Return the ids that a finished request's tokens were sampled from, and drop the record."""
 
 
 @dataclass(slots=True)
@@ -110,7 +126,7 @@ class Stepper:
         adapter: LoRARequest | None,
         routing: RoutingCapture | None,
         graphs: SamplingGraphs | None,
-        support: KeptIds | None,
+        support: IdCollector | None,
     ) -> None:
         self._llm, self._adapter, self._routing, self._graphs = llm, adapter, routing, graphs
         self._support = support
@@ -240,7 +256,7 @@ class Stepper:
                 self.prompt_tokens += len(output.prompt_token_ids)
         return completions
 
-    def _take_masks(self, support: KeptIds, outputs: Sequence[Any]) -> None:
+    def _take_masks(self, support: IdCollector, outputs: Sequence[Any]) -> None:
         """Move the ids that tokens were sampled from out of vLLM's outputs into `support`.
 
         Otherwise vLLM would turn the arrays of ids into lists when a request finishes.

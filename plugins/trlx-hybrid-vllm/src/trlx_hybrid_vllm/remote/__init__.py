@@ -1,1 +1,1 @@
-"""vLLM in separate processes: the parts of a remote engine, and the way that weights reach it."""
+"""vLLM in separate processes: the parts of a remote engine, and the weight path to it."""

@@ -13,13 +13,13 @@ from trlx_hybrid.weights.verify import sampled_names
 
 from ..options import TransferOptions
 from ..private.distributed import destroy_group, free_port
-from ..remote.server import VLLMServerPlan
+from .server import VLLMServerPlan
 
 if TYPE_CHECKING:
     from trlx_hybrid.session import Session
 
-    from ..remote.sender import PolicySource
-    from ..remote.worker import Routes
+    from .sender import PolicySource
+    from .worker import Routes
 
 ATTEMPTS = 3  # of one sync: engines that die in it are replaced
 SLACK = 30.0  # seconds that the whole has beyond the calls inside, so that the error of a call is reported
@@ -55,7 +55,7 @@ class TransferSync(WeightSync):
         from vllm.platforms import current_platform
 
         from ..private.distributed import nccl_missing
-        from ..remote.sender import REMEDY
+        from .sender import REMEDY
 
         if current_platform.is_cpu() or self._engine.plan.backend != "gloo" or not (why := nccl_missing()):
             return None
@@ -70,7 +70,7 @@ class TransferSync(WeightSync):
             SyncError: the sync failed for another reason than an engine's death, or engines died at each attempt.
             EngineError: no engine is left.
         """
-        from ..remote.sender import PolicySource
+        from .sender import PolicySource
 
         source = self._source = self._source or PolicySource(self._session.policy)
         told = ""
@@ -126,8 +126,8 @@ class TransferSync(WeightSync):
         """Return the trainer's end of the transfer to all engines that live now; join them first, if they changed."""
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
-        from ..remote import gloo
-        from ..remote.sender import GroupClient, init_info
+        from . import gloo
+        from .sender import GroupClient, init_info
 
         engine, options, rank = self._engine, self._options, self._session.ranks.rank
         if self._sender is None or self._joined != engine.servers:
@@ -153,7 +153,7 @@ class TransferSync(WeightSync):
         return self._sender
 
     def _learn(self) -> None:
-        from ..remote.worker import Routes
+        from .worker import Routes
 
         assert self._source is not None
         meta = self._source.described
@@ -177,7 +177,7 @@ class TransferSync(WeightSync):
             ServerDiedError: an engine died meanwhile.
             SyncError: the work takes longer than the deadline.
         """
-        from ..remote.gloo import in_threads
+        from .gloo import in_threads
 
         def watch() -> None:
             death = self._death() if self._session.ranks.rank == 0 else None
@@ -229,7 +229,7 @@ class TransferSync(WeightSync):
 
         Collective, because the tensors may be sharded. Other ranks return an empty list.
         """
-        from ..remote.worker import differing
+        from .worker import differing
 
         weights = self._session.policy.full_weights(names)
         if self._session.ranks.rank:

@@ -82,7 +82,7 @@ KINDS = {
         use='Choose it as `HybridConfig(scoring="$name")`, or `--scoring $name`.',
     ),
     "weights": Kind(
-        summary="A weight sync that streams full tensors through the engine's loader",
+        summary="A weight path that streams full tensors through the engine's loader",
         use='Choose it as `HybridConfig(engine="vllm", weights="$name")`, or `--weights $name`.',
         samples=True,
     ),

@@ -11,7 +11,8 @@ from trlx_hybrid.contract.types import Trajectory
 from trlx_hybrid.errors import HybridError
 from trlx_hybrid.testing.models import character_tokenizer
 from trlx_hybrid_trajectories.cli import add_command
-from trlx_hybrid_trajectories.record import append
+
+from tests.support.recorded import append
 
 
 @pytest.fixture

@@ -12,7 +12,9 @@ from transformers import PreTrainedTokenizerFast
 from trlx_hybrid.contract.types import Trajectory
 from trlx_hybrid.errors import HybridError
 from trlx_hybrid.testing.models import character_tokenizer
-from trlx_hybrid_trajectories.record import RecordError, TokenTexts, append, read
+from trlx_hybrid_trajectories.record import RecordError, TokenTexts, read
+
+from tests.support.recorded import append
 
 
 def byte_level():

@@ -12,10 +12,10 @@ from trlx_hybrid.errors import HybridError
 from trlx_hybrid.testing.models import character_tokenizer
 from trlx_hybrid_trajectories.choice import TOKENS, choose
 from trlx_hybrid_trajectories.cli import add_report
-from trlx_hybrid_trajectories.curves import curves
 from trlx_hybrid_trajectories.events import ACTIVITIES, read_events, trace
-from trlx_hybrid_trajectories.record import add_lines, append
-from trlx_hybrid_trajectories.report import as_report
+from trlx_hybrid_trajectories.report import as_report, curves
+
+from tests.support.recorded import add_lines, append
 
 REPORT = {"plugin_options": {"trajectories": {"report": True}}}
 ENGINE = {"engine": "vllm", "engine_options": {"max_model_len": 64}, **REPORT}

@@ -77,7 +77,7 @@ def summary(recorded: Sequence[Recorded]) -> str:
     rewards = [one.reward for one in recorded if one.reward is not None]
     failed = sum(one.failed for one in recorded)
     span = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    parts = [number_of(len(recorded), "trajectory").replace("trajectorys", "trajectories"), span]
+    parts = [number_of(len(recorded), "trajectory", "trajectories"), span]
     if len(rewards) > 1:
         mean = sum(rewards) / len(rewards)
         parts.append(f"reward {number(min(rewards))} to {number(max(rewards))}, mean {number(mean)}")

@@ -88,37 +88,6 @@ class Recorded:
         return not any(self.loss_mask)
 
 
-def append(
-    path: str | os.PathLike[str],
-    trajectories: Sequence[Trajectory],
-    tokenizer: Any,
-    *,
-    step: int,
-    limit: int | None = None,
-    training: bool = True,
-) -> int:
-    """Append trajectories to a file, and return how many were written.
-
-    The file and its folders are created if necessary. Only one process may call this for a file. The lines are strict
-    JSON; NaN and infinities become the strings "nan", "inf" and "-inf".
-
-    Args:
-        path: the file.
-        trajectories: the trajectories of a batch.
-        tokenizer: the tokenizer, or a processor that has one, for the text of each token.
-        step: the number of optimizer steps done.
-        limit: how many trajectories are written, the first ones; None writes all.
-        training: False in an evaluation.
-
-    Raises:
-        RecordError: the file cannot be written to.
-    """
-    lines = lines_of(trajectories, tokenizer, step=step, limit=limit, training=training)
-    if lines:
-        add_lines(path, lines)
-    return len(lines)
-
-
 def lines_of(
     trajectories: Sequence[Trajectory],
     tokenizer: Any,
@@ -127,26 +96,19 @@ def lines_of(
     limit: int | None = None,
     training: bool = True,
 ) -> list[str]:
-    """Return the lines of JSON that `append` would write, one for each trajectory. See `append` for the arguments."""
+    """Return the lines that record trajectories, without line breaks: strict JSON, in which NaN and infinities are the
+    strings "nan", "inf" and "-inf".
+
+    Args:
+        trajectories: the trajectories of a batch.
+        tokenizer: the tokenizer, or a processor that has one, for the text of each token.
+        step: the number of optimizer steps done.
+        limit: how many trajectories are recorded, the first ones; None records all.
+        training: False in an evaluation.
+    """
     chosen = trajectories[: max(0, limit)] if limit is not None else trajectories
     texts = TokenTexts(tokenizer)
     return [json.dumps(_row(t, texts, step, training), allow_nan=False, separators=(",", ":")) for t in chosen]
-
-
-def add_lines(path: str | os.PathLike[str], lines: Sequence[str]) -> None:
-    """Append lines to a file: all of them, or none if that fails. The file and its folders are created if necessary.
-
-    Only one process may write to a file at a time.
-
-    Args:
-        path: the file.
-        lines: the lines, without line breaks.
-
-    Raises:
-        RecordError: the file cannot be written to.
-    """
-    with opened(path) as file:
-        _append(file, path, lines)
 
 
 def _append(file: FileIO, path: str | os.PathLike[str], lines: Sequence[str]) -> None:

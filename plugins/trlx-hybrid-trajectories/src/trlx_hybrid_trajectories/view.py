@@ -152,9 +152,9 @@ def number(value: float | None) -> str:
     return (f"{value:.4g}" if math.isfinite(value) else str(value)).replace("-", "−")
 
 
-def number_of(count: int, noun: str) -> str:
-    """Return a count with its noun in singular or plural: "1 token", "2 tokens"."""
-    return f"{count} {noun}" + ("" if count == 1 else "s")
+def number_of(count: int, noun: str, plural: str = "") -> str:
+    """Return a count with its noun in singular or plural: "1 token", "2 tokens". By default the plural has an s."""
+    return f"{count} {noun}" if count == 1 else f"{count} {plural or noun + 's'}"
 
 
 def _cut(

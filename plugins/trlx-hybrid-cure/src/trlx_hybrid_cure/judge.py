@@ -19,10 +19,9 @@ import time
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from . import system_calls
 from .program import FOR_PROGRAM, USES_NOTHING, VERDICT, be_process
 from .verdict import VERDICTS, Verdict, of_end
-from .walls import enclose, end_with_parent
+from .walls import can_restrict, enclose, end_with_parent
 from .wire import Channel, dump
 
 START, END = b"s", b"e"
@@ -333,7 +332,7 @@ def main(walls: str) -> None:
         walls: the kind of isolation, a value of `Sandbox.walls` that is not None.
     """
     enclose(namespaces=walls == "namespaces")
-    filtered = system_calls.can_restrict()
+    filtered = can_restrict()
     if not filtered and walls != "limits":
         raise RuntimeError("the kernel filters no system calls here")
     nursery = Nursery(filtered)

@@ -17,10 +17,9 @@ from collections.abc import Iterable, Mapping
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
-from . import system_calls
 from .peer import TEST, Peer
 from .verdict import ENDED, VERDICTS, Verdict, of_error
-from .walls import LIBC, end_with_parent
+from .walls import LIBC, end_with_parent, restrict
 from .wire import MODULES, Channel, is_module
 
 FOR_PROGRAM, USES_NOTHING, VERDICT = b"a", b"u", b"v"  # how the frames of a test begin
@@ -91,7 +90,7 @@ def confine(seconds: float, memory: int, sources: int, filtered: bool) -> None:
         resource.setrlimit(nothing, (0, 0))
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     if filtered:
-        system_calls.restrict()
+        restrict()
     vars(LIBC).clear()  # the source could find it
     sys.modules.pop("__main__", None)
     sys.addaudithook(audit)

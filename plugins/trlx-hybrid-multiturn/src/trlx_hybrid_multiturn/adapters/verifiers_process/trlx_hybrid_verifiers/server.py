@@ -18,7 +18,7 @@ from verifiers.v1 import EvalClientConfig, ModelContext  # type: ignore[import-n
 from verifiers.v1.configs.agent import agent_config_fields  # type: ignore[import-not-found]
 from verifiers.v1.utils import loaders  # type: ignore[import-not-found]
 
-from .chat import as_messages
+from . import as_messages
 from .episode import JsonObject, NotPlayableError, ServedEpisode
 
 HARNESS = __package__  # as verifiers finds it

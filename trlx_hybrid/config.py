@@ -10,11 +10,14 @@ import types
 import typing
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from .errors import ConfigError, did_you_mean
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 OFFLOAD = ("auto", "all", "none")
 """The values of `HybridConfig.offload`."""
@@ -251,7 +254,7 @@ def build(owner: type[T], values: Mapping[str, Any], where: str) -> T:
         ConfigError: a key is unknown (the message names the nearest known one), or a value is no number or boolean
             where the dataclass's field is one.
     """
-    check_keys(values, [f.name for f in dataclasses.fields(owner) if f.init], where)  # type: ignore[arg-type]
+    check_keys(values, [f.name for f in dataclasses.fields(owner) if f.init], where)
     _check_numbers(owner, values, where)
     return owner(**values)
 

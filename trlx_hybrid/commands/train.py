@@ -113,7 +113,8 @@ def read(recipe: Path, flags: Sequence[str]) -> RecipeSettings:
         raise
     except ValueError as error:  # raised by TRL's and transformers' configs
         raise ConfigError(f"TRL refuses the settings of {recipe}: {error}") from error
-    return RecipeSettings(*parsed, recipe.resolve().parent)  # type: ignore[call-arg]
+    own, script, training, model, hybrid = parsed
+    return RecipeSettings(own, script, training, model, hybrid, recipe.resolve().parent)
 
 
 def train(given: RecipeSettings) -> Any:

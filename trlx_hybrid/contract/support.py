@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -76,7 +76,7 @@ class Support:
     @property
     def sampled(self) -> Array:
         """A bool for each token, (tokens,): whether it was sampled."""
-        return self.bounds[:, 0] != UNSAMPLED  # type: ignore[no-any-return]
+        return cast("Array", self.bounds[:, 0] != UNSAMPLED)
 
     @property
     def nbytes(self) -> int:

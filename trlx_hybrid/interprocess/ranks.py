@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Callable, Iterable
 from concurrent.futures import wait
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,7 @@ class Ranks:
     def total(self, values: Tensor) -> Tensor:
         """Return the elementwise sum of the processes' tensors, on this process's device. Does not wait for the
         device."""
-        return self._accelerator.reduce(values, reduction="sum")  # type: ignore[no-any-return]
+        return cast("Tensor", self._accelerator.reduce(values, reduction="sum"))
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all processes, in rank order. Takes any picklable object."""
@@ -59,7 +59,7 @@ class Ranks:
 
         held = [value if self.rank == 0 else None]
         broadcast_object_list(held)
-        return held[0]  # type: ignore[return-value]
+        return cast("T", held[0])
 
     def by_first(self, work: Callable[[], T]) -> T:
         """Call a function on rank 0 only, and return its result, or raise its error, on every process; see the function
@@ -100,7 +100,7 @@ def by_first(work: Callable[[], T]) -> T:
         raise failed
     if sent[1] is not None:
         raise pickle.loads(sent[1])
-    return value if sent[0] is None or dist.get_rank() == 0 else pickle.loads(sent[0])  # type: ignore[no-any-return]
+    return cast("T", value if sent[0] is None or dist.get_rank() == 0 else pickle.loads(sent[0]))
 
 
 def _pickled(error: Exception) -> bytes:
@@ -129,6 +129,6 @@ def abort(groups: Iterable[Any], seconds: float = 0.0) -> None:
     def run() -> None:
         for group in groups:
             with suppress(Exception):  # the group may be gone already
-                dist.distributed_c10d._abort_process_group(group)  # type: ignore[attr-defined]
+                dist.distributed_c10d._abort_process_group(group)
 
     wait([in_thread(run, "abort-groups")], seconds)

@@ -124,7 +124,7 @@ class Offload:
     def _copy(self, away: _Away, *, out: bool) -> None:
         device, stream = self._arena.device, self._arena.stream
         with torch.no_grad():
-            raw = torch.empty(0, dtype=torch.uint8, device=device).set_(away.storage)  # type: ignore[call-overload]
+            raw = torch.empty(0, dtype=torch.uint8, device=device).set_(away.storage)
             if stream is not None:  # if it is freed earlier, the memory stays reserved until this copy ends
                 raw.record_stream(stream)
             for there, here in zip(away.pieces, torch.split(raw, [len(p) for p in away.pieces]), strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ..blame import asked
 from ..contract.protocols import Rollout, Rows, Run, Scores, Scoring, WeightSync
@@ -38,7 +38,8 @@ class GatherSync(WeightSync):
 
     def sync(self) -> LoadReport:
         """Stream all weights of the policy into the engine."""
-        return asked(self._source, self._engine, "load_weights", self._policy.full_weights())  # type: ignore[no-any-return]
+        report = asked(self._source, self._engine, "load_weights", self._policy.full_weights())
+        return cast("LoadReport", report)
 
 
 class SingleTurn(Rollout):

@@ -9,11 +9,13 @@ their positions.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
+
+_flat: Callable[[list[Tensor]], Tensor] = _flatten_dense_tensors
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SIDE = 2047
@@ -76,12 +78,12 @@ def _squares(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
             yield from torch.split(_words(tensor), SIDE * SIDE)
             continue
         if held.get(kind, 0) + size > SQUARE:
-            yield _words(_flatten_dense_tensors(waiting.pop(kind)))  # type: ignore[no-untyped-call]
+            yield _words(_flat(waiting.pop(kind)))
             held[kind] = 0
         waiting.setdefault(kind, []).append(tensor)
         held[kind] = held.get(kind, 0) + size
     for parts in waiting.values():
-        yield _words(_flatten_dense_tensors(parts))  # type: ignore[no-untyped-call]
+        yield _words(_flat(parts))
 
 
 def _words(tensor: Tensor) -> Tensor:

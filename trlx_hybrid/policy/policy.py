@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import ref
 
 import torch
@@ -49,7 +49,7 @@ class Policy:
         processing_class: Any,
         device: torch.device,
         fsdp_version: int | None = None,
-        gather: Callable[[list[nn.Parameter]], Any] | None = None,
+        gather: Callable[[Sequence[Tensor]], Any] | None = None,
     ) -> None:
         self._model = model
         self._gather = gather
@@ -260,7 +260,7 @@ class Policy:
         if quantised.in_4_bits(tensor):
             return quantised.values(tensor)
         if self._gather is not None and hasattr(tensor, "ds_id"):
-            with self._gather([tensor]):  # type: ignore[list-item]
+            with self._gather([tensor]):
                 return tensor.detach().clone()
         tensor = tensor.detach()
         if hasattr(tensor, "full_tensor"):
@@ -355,8 +355,8 @@ def _held(p: nn.Parameter) -> Tensor:
     where no gradients are recorded."""
     part: Tensor | None = getattr(p, "ds_tensor", None)
     if part is not None:
-        begin = dist.get_rank(p.ds_process_group) * part.numel()  # type: ignore[attr-defined]
-        return part[: max(0, p.ds_numel - begin)]  # type: ignore[attr-defined]
+        begin = dist.get_rank(getattr(p, "ds_process_group", None)) * part.numel()
+        return part[: max(0, getattr(p, "ds_numel", 0) - begin)]
     held: Tensor = getattr(p, "_local_tensor", p)
     return held
 
@@ -439,14 +439,14 @@ def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return a model without DDP and compile wrappers, but with its adapters."""
     while isinstance(module, nn.parallel.DistributedDataParallel) or hasattr(module, "_orig_mod"):
-        module = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module._orig_mod  # type: ignore[assignment]
+        module = getattr(module, "module" if isinstance(module, nn.parallel.DistributedDataParallel) else "_orig_mod")
     return module
 
 
 def transformers_model(module: nn.Module) -> PreTrainedModel:
     """Return the transformers model inside whatever wraps and adapts it."""
     model: Any = unwrapped(module)
-    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model  # type: ignore[no-any-return]
+    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
 
 def _weights(
@@ -562,7 +562,7 @@ def _conversion(model: PreTrainedModel) -> Callable[[dict[str, Tensor]], dict[st
     def convert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         model._weight_conversions = kept
         try:
-            return revert_weight_conversion(model, tensors)  # type: ignore[no-any-return]
+            return cast("dict[str, Tensor]", revert_weight_conversion(model, tensors))
         finally:
             model._weight_conversions = own
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ def full(tensor: Any) -> Tensor:
     """Return a DTensor as a full tensor. Shards that are offloaded to host memory are first copied to the mesh's
     device, where the gather runs."""
     kind = tensor.device_mesh.device_type
-    return (tensor if tensor.device.type == kind else tensor.to(kind)).full_tensor()  # type: ignore[no-any-return]
+    return cast("Tensor", (tensor if tensor.device.type == kind else tensor.to(kind)).full_tensor())
 
 
 @torch.no_grad()
@@ -40,7 +40,7 @@ def whole(tensors: Sequence[Tensor]) -> list[Tensor]:
         if dim is None:
             found[number] = full(tensor)
         else:
-            together.setdefault((tensor.device_mesh, dim, tensor.dtype), []).append(number)  # type: ignore[attr-defined]
+            together.setdefault((getattr(tensor, "device_mesh", None), dim, tensor.dtype), []).append(number)
     for (mesh, dim, _), numbers in together.items():
         gathered = _gather([tensors[number] for number in numbers], mesh, dim)
         for number, tensor in zip(numbers, gathered, strict=True):
@@ -86,11 +86,11 @@ def unsharded(module: nn.Module) -> Iterator[None]:
         (held, key, p)
         for held in (m._parameters for m in module.modules())
         for key, p in held.items()
-        if hasattr(p, "full_tensor")
+        if p is not None and hasattr(p, "full_tensor")
     ]
     try:
         for held, key, p in sharded:
-            held[key] = nn.Parameter(full(p.detach()), requires_grad=False)  # type: ignore[union-attr]
+            held[key] = nn.Parameter(full(p.detach()), requires_grad=False)
         yield
     finally:
         for held, key, p in sharded:

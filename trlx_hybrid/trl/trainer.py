@@ -142,7 +142,7 @@ class HybridTrainer(Base):
         self._run = attach.attach(self, self._chosen, lambda step: this()._starts(step))
 
     @property
-    def use_vllm(self) -> bool:  # type: ignore[override]
+    def use_vllm(self) -> bool:
         """True where an engine generates, rather than transformers. If the engine is this package's, it is False while
         TRL's `__init__` runs, so that TRL builds none. In a replay, it says whether an engine generated when the run
         was recorded, since TRL's loss corrects for the engine."""

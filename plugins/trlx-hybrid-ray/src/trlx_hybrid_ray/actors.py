@@ -152,7 +152,7 @@ def obstacle(value: Any, error: BaseException) -> str:
 
     reason = " ".join(str(error).split())[:200]
     try:
-        _, found = inspect_serializability(value, name="it", print_file=io.StringIO())  # type: ignore[no-untyped-call]
+        _, found = inspect_serializability(value, name="it", print_file=io.StringIO())
     except Exception:  # it inspects arbitrary objects, only for a message
         found = set()
     parts = sorted({f"{part.path[-1]!r}, a {type(part.obj).__qualname__}" for part in found if len(part.path) > 1})

@@ -56,7 +56,7 @@ class Agreement:
         if world == 1:
             return
         Agreement._made += 1
-        store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+        store = dist.distributed_c10d._get_default_store()
         self._store: Any = dist.PrefixStore(f"trlx_hybrid/reshard/{Agreement._made}", store)  # type: ignore[attr-defined]
         limit = timedelta(seconds=deadline)
         everyone = [f"at/{rank}" for rank in range(world)]

@@ -106,7 +106,7 @@ def _rebuilt(value: Any, fields: Mapping[Any, Any]) -> Any:
         return made
     try:
         for key, field in fields.items():
-            made[key] = field  # type: ignore[index]
+            made[key] = field
     except TypeError:
         raise DispatchError(f"A batch of type {type(value).__name__} cannot be changed; pass a dict.") from None
     return made

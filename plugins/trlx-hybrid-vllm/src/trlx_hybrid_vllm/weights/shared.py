@@ -278,7 +278,7 @@ def own_storage(view: Tensor) -> Tensor:
     Query, key and value parameters would otherwise be three views of one storage, and whatever looks for shared
     storages (safetensors, `accelerator.save_model`) would drop two of them. Keeps the memory alive.
     """
-    return dlpack.from_dlpack(view.detach())  # type: ignore[no-any-return]
+    return dlpack.from_dlpack(view.detach())
 
 
 def _refers_alone(tensor: Tensor) -> bool:

@@ -18,7 +18,17 @@ class LeaveOneOut(Algorithm):
     name = "leave_one_out"
 
     def advantages(self, groups: Groups) -> Tensor:
-        """Return n / (n - 1) times the reward minus the mean of all n scored completions; 0 for unscored rows."""
+        """Return the reward of each completion minus the mean reward of the others in its group; 0 for one without a
+        reward.
+
+        It is computed as n / (n - 1) times the difference from the mean of all n.
+
+        Args:
+            groups: the groups and their rewards.
+
+        Returns:
+            (groups, completions).
+        """
         totals = groups.totals
         scored = (~totals.isnan()).sum(dim=1, keepdim=True)
         difference = totals - totals.nanmean(dim=1, keepdim=True)
@@ -36,7 +46,15 @@ class OptimalBaseline(Algorithm):
     name = "optimal_baseline"
 
     def advantages(self, groups: Groups) -> Tensor:
-        """Return the reward minus the length-weighted mean of the scored rows; 0 for rows without a reward."""
+        """Return the reward of each completion minus the mean reward of its group, weighted by length; 0 for one
+        without a reward.
+
+        Args:
+            groups: the groups, with their rewards and lengths.
+
+        Returns:
+            (groups, completions).
+        """
         totals = groups.totals
         weights = groups.lengths.float().masked_fill(totals.isnan(), 0.0)
         baseline = (totals.nan_to_num(nan=0.0) * weights).sum(dim=1, keepdim=True)
@@ -55,7 +73,14 @@ class PassAtK(Algorithm):
     name = "pass_at_k"
 
     def advantages(self, groups: Groups) -> Tensor:
-        """Return the best reward minus the second best for the best completion, and 0 for all others."""
+        """Return the best reward minus the second best for the best completion of each group, and 0 for all others.
+
+        Args:
+            groups: the groups and their rewards.
+
+        Returns:
+            (groups, completions).
+        """
         totals = groups.totals.nan_to_num(nan=float("-inf"))
         best, where = totals.max(dim=1)
         advantages = torch.zeros_like(totals)

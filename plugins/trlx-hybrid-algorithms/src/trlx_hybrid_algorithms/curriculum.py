@@ -30,7 +30,15 @@ class Curriculum(Algorithm):
         self._draws = 0
 
     def draw(self, count: int, size: int) -> Sequence[int]:
-        """Draw the next prompts: return `count` row numbers of a dataset of `size` rows, without repeats if it can."""
+        """Draw prompts for the next batch, without repeats as long as there are enough.
+
+        Args:
+            count: how many prompts to draw.
+            size: the number of rows in the dataset.
+
+        Returns:
+            Row numbers of the dataset.
+        """
         seed = request_seed(self._seed, "curriculum", self._draws, 0, 0, turn=0)
         self._draws += 1
         rates = torch.full((size,), 0.5, dtype=torch.float64)
@@ -45,7 +53,11 @@ class Curriculum(Algorithm):
         return [rows[i % size] for i in range(count)]
 
     def observe(self, groups: Groups) -> None:
-        """Update the recorded solve rate of each group's prompt from the group's rewards."""
+        """Update the recorded solve rates of prompts.
+
+        Args:
+            groups: the groups that were sampled, with their rewards and the dataset's row of each prompt.
+        """
         low, high = self._options.lowest, self._options.highest
         rates = ((groups.totals.nanmean(dim=1) - low) / (high - low)).clamp(0, 1).tolist()
         for row, rate in zip(groups.rows, rates, strict=True):

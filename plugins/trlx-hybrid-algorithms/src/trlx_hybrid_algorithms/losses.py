@@ -24,9 +24,12 @@ class PositiveNll(Algorithm):
         self._options = options
 
     def loss(self, scores: Scores, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the term to add to a micro-batch's loss: the weight times a mean negative log-likelihood.
+        """Return the term for a micro-batch's loss: the option `weight` times the mean negative log-likelihood of the
+        trained tokens whose advantage is positive; 0 if there are none.
 
-        The mean is over the trained tokens with a positive advantage. The term is 0 without any.
+        Args:
+            scores: log-probs of the tokens, (B, C).
+            batch: the micro-batch of TRL, with `advantages`, `completion_mask` and, if tools were called, `tool_mask`.
         """
         mask = batch["completion_mask"] * batch.get("tool_mask", 1)
         better = batch["advantages"] > 0

@@ -28,10 +28,13 @@ class DynamicSampling(Algorithm):
         self._function, self._each = options.function, each
 
     def keep(self, groups: Groups) -> Sequence[bool]:
-        """Return for each group whether to train on it: its highest reward is above its lowest.
+        """Return for each group whether to train on it, that is, whether its highest reward is above its lowest.
 
-        Rewards are those of the function that the options name, else the weighted sum of all functions. Where TRL
-        normalizes each function's rewards separately, one function with different rewards is enough.
+        The rewards are those of the function that the options name, or else the weighted sum of all functions. If TRL
+        normalizes the rewards of each function separately, it is enough that the rewards of one function differ.
+
+        Args:
+            groups: the groups that were sampled, with their rewards.
 
         Raises:
             ConfigError: the options name a function that does not exist.

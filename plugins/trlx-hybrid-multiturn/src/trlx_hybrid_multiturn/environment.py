@@ -67,13 +67,14 @@ class Environment(Protocol):
 
 
 class CheckedEnvironment:
-    """A wrapper that calls an environment's methods in the right thread or loop, and checks what they return.
+    """A wrapper of a user's environment that calls its methods in the right thread or event loop, and checks what they
+    return.
 
     Args:
-        factory: makes the environment; called in the thread in which the environment's plain methods run.
+        factory: makes the environment. It is called in the thread in which the environment's plain methods run.
         runner: runs the methods.
-        event_loop: where coroutine functions run; None for a loop of the plugin's own.
-        sees_images: whether the model takes images.
+        event_loop: the event loop for methods that are coroutine functions; None for a loop of this plugin.
+        sees_images: whether the model takes images, so that observations may contain them.
     """
 
     def __init__(
@@ -91,10 +92,13 @@ class CheckedEnvironment:
         self._away = False  # whether a call has not come back: it may still be using the environment
 
     async def reset(self, row: Row) -> str | list[Message] | None:
-        """Make the environment, begin its episode, and return the first observation.
+        """Make the environment, begin its episode, and return the first observation, a text or chat messages or None.
+
+        Args:
+            row: the row of the dataset.
 
         Raises:
-            LostCallError: the environment failed.
+            LostCallError: the environment failed, or returned something invalid.
         """
         self._environment = await self._ask(self._name, self._factory)
         observation = await self._ask(f"{self._name}.reset", self._environment.reset, row)
@@ -102,10 +106,10 @@ class CheckedEnvironment:
         return self._cut(readable(observation))
 
     async def step(self, completion: str) -> Step:
-        """Pass a completion to the environment, and return its checked step.
+        """Pass a completion's text to the environment, and return its step after checking it.
 
         Raises:
-            LostCallError: the environment failed.
+            LostCallError: the environment failed, or returned something invalid.
         """
         step = await self._ask(f"{self._name}.step", self._environment.step, completion)
         if not isinstance(step, Step):
@@ -142,7 +146,8 @@ class CheckedEnvironment:
         return outcome.value
 
     def _cut(self, observation: str | list[Message] | None) -> str | list[Message] | None:
-        """Cut each text of an observation that is too long to its beginning, as a tool's answer is cut."""
+        """Shorten each text in an observation that is longer than the option `max_answer`, and return the
+        observation."""
         if isinstance(observation, list):
             contents = [self._runner.cut(message["content"]) for message in observation]
             same = all(content is message["content"] for content, message in zip(contents, observation, strict=True))
@@ -163,7 +168,7 @@ class CheckedEnvironment:
         raise LostCallError(f"environment '{self._name}.{method}' showed {what}; give a text, or chat messages.")
 
     def _wrong(self, message: object) -> str | None:
-        """Return a description of a message that the model cannot be shown; None for a good one."""
+        """Return what is wrong with a message that the environment wants to show the model, or None if it is valid."""
         if not isinstance(message, Mapping) or message.get("content") is None or "role" not in message:
             return "a list that holds something else than messages with a role and content"
         content = message["content"]

@@ -23,17 +23,17 @@ _NOTHING: tuple[list[Message], list[int]] = ([], [])
 
 
 class Episode:
-    """A conversation in progress. Subclasses implement `play`, where tools or an environment answer the model.
+    """One conversation, while it is played. Subclasses implement `play`: tools or an environment answer the model.
 
     Args:
         index: number of the row in this rank's batch.
-        prompt_ids: the prompt's token ids; empty where they are known only once the episode has begun.
+        prompt_ids: the prompt's token ids; empty if they are known only after the episode has begun.
         limits: limits of tokens and turns.
         request: makes the engine's request for one turn.
-        failed: called when the conversation breaks off; raises where too many have.
+        failed: called with the conversation if it breaks off; raises if too many have.
 
     Attributes:
-        conversation: the result, filled turn by turn.
+        conversation: the result, extended turn by turn.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Episode:
         raise NotImplementedError
 
     def give_up(self) -> None:
-        """Clean up after the episode broke off. `prompt_ids` must be set afterwards."""
+        """Clean up after the episode broke off. Afterwards `prompt_ids` must not be empty."""
 
     async def run(self) -> None:
         """Play the whole episode. If time runs out after the first turn, the turns so far are kept."""
@@ -91,12 +91,22 @@ class Episode:
         return completion
 
     def sampled(self, completion: Completion, prompt: int) -> None:
-        """Record a sampled turn, whose context had `prompt` tokens."""
+        """Record a turn that the model has sampled.
+
+        Args:
+            completion: the sampled turn.
+            prompt: the number of tokens before it.
+        """
         self.conversation.sampled(completion)
         self.conversation.turns.append(Turn(prompt=prompt, sampled=len(completion.token_ids)))
 
     def observed(self, ids: list[int], messages: list[Message]) -> None:
-        """Record the token ids and the messages that the model is shown."""
+        """Record what the model is shown between two turns.
+
+        Args:
+            ids: the token ids that this adds to the context.
+            messages: the same as chat messages.
+        """
         self.conversation.observed(ids)
         self.conversation.turns[-1].observed = len(ids)
         self.conversation.messages += messages
@@ -125,7 +135,7 @@ class ToolEpisode(Episode):
         self._early = _NOTHING
 
     def give_up(self) -> None:
-        """Discard the environment, because a call of it may still run."""
+        """Take the row's environment out of use, because a call of one of its methods may still be running."""
         self._dialogue.discard()
 
     async def play(self) -> None:
@@ -186,18 +196,24 @@ class ToolEpisode(Episode):
             return {"role": "assistant", "content": self._dialogue.decode(token_ids)}
 
     def _render_early(self, answers: list[Message]) -> None:
-        """Render tools' messages to token ids in the tool's own thread, so that the engine's thread need not.
+        """Render tool messages to token ids in the tool's thread, while the engine's thread takes steps.
 
-        `_rendered` takes the ids from here if the messages are still the same.
+        `_rendered` uses the result if it is asked for the same messages.
+
+        Args:
+            answers: the tool messages of one turn.
         """
         with contextlib.suppress(Exception):  # the engine's thread will then do it, and raise if need be
             self._early = answers, self._dialogue.observe(answers)
 
     def _rendered(self, answers: list[Message]) -> tuple[list[int], list[object]]:
-        """Return the token ids that tools' messages add to the context, and the images in them.
+        """Return the token ids that tool messages add to the context, and the images in them.
+
+        Args:
+            answers: the tool messages of one turn.
 
         Raises:
-            LostCallError: the chat template cannot render a tool's text or blocks.
+            LostCallError: the chat template cannot render what a tool returned.
         """
         (seen, ids), self._early = self._early, _NOTHING
         try:

@@ -34,7 +34,7 @@ ToolCoroutine = Coroutine[Any, Any, object]
 
 
 class Observer(Protocol):
-    """An observer, which the loop tells of each step of the engine and of each change. `progress.Progress` is one."""
+    """A listener to which the loop reports its progress, such as `progress.Progress`, which shows a bar."""
 
     def stepped(self, seconds: float, sampling: int, finished: Sequence[tuple[int, Completion]]) -> None:
         """Note that the engine took a step.
@@ -46,22 +46,31 @@ class Observer(Protocol):
         """
 
     def moved(self, done: int, sampling: int, calling: int) -> None:
-        """Note how many trajectories are over (`done`), wait for the engine (`sampling`) and for tools (`calling`)."""
+        """Note how far the rollout is. Called after each step of the loop.
+
+        Args:
+            done: the number of trajectories that are over.
+            sampling: the number of those that wait for the engine.
+            calling: the number of those that wait for a tool.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The result of a tool call that is over: it returned (`value`), raised (`error`), or will never answer (`lost`).
+    """The result of a call of a tool: exactly one of a returned value, an exception (`error`), and a loss (`lost`),
+    where neither will ever come.
 
     Attributes:
-        value: what the tool returned; None where it did not return.
-        error: what the tool raised, `SystemExit` and `KeyboardInterrupt` included. The model is shown its text.
-        lost: why there is neither: a hang past its deadline, a crash of its process, a result that cannot be brought
-            back. A sentence that names tool and cause.
-        by_tool: whether the tool itself caused the loss: it took too long, or ended its process. Then the model, which
-            may have written what was run, is shown the sentence; otherwise the loss ends the trajectory.
-        seconds: wall time from the start of the call; 0 for a call that never started.
-        cpu_seconds: processor time of the call's thread; 0 where it has no thread of its own, or was lost.
+        value: what the tool returned; None if it did not return.
+        error: the exception that the tool raised, `SystemExit` and `KeyboardInterrupt` included. The model is shown its
+            text.
+        lost: a sentence that names the tool and says why there is no result: the call passed its deadline, its process
+            crashed, or the result cannot be sent back.
+        by_tool: whether the tool itself caused the loss, by taking too long or ending its process. If so, the model is
+            shown the sentence, since it may have written the code that was run; otherwise the trajectory ends.
+        seconds: wall time since the call began, in seconds; 0 for a call that never began.
+        cpu_seconds: processor time of the call's thread, in seconds; 0 if the call has no thread of its own, or was
+            lost.
     """
 
     value: Any = None
@@ -73,7 +82,8 @@ class Outcome:
 
 
 class OutOfTimeError(Exception):
-    """Raised inside a trajectory that has taken more than `max_seconds`, at whatever it awaits."""
+    """Raised inside a trajectory that has taken longer than the option `max_seconds`, where it waits for the engine or
+    a tool."""
 
 
 class Generate:
@@ -87,16 +97,17 @@ class Generate:
 
 
 class CallTool:
-    """One call of a tool or of an environment, which a trajectory awaits; the result is its Outcome.
+    """One call of a tool or of an environment's method. A trajectory awaits it, and gets its Outcome.
 
     Args:
         name: name of what is called, for messages.
-        start: begins the call. It takes a function that is to be called with the outcome, from any thread, and returns
-            a function that abandons the call, given a reason that continues "tool 'name' ...".
+        start: a function that begins the call. It is passed a function to be called with the outcome, from any thread.
+            It returns a function that abandons the call, to be called with a reason that continues the sentence "tool
+            'name' ...".
 
     Attributes:
-        expires: `time.monotonic()` at which the loop stops waiting by itself: a last resort for a call that should have
-            reported by then and did not.
+        expires: the time of `time.monotonic()` at which the loop stops waiting by itself. This is the last resort for a
+            call that should have reported its own timeout by then.
     """
 
     def __init__(self, name: str, start: Callable[[Callable[[Outcome], None]], Callable[[str], None]]) -> None:
@@ -116,7 +127,7 @@ There is no asyncio here: its loop would have to run in the trainer's thread, wh
 
 
 class _Run:
-    """A trajectory in progress: its coroutine, its deadline, and the request or call that it waits for."""
+    """The state of a trajectory in progress: its coroutine, its deadline, and the request or call that it waits for."""
 
     __slots__ = ("abandon", "coroutine", "expires", "key", "waiting_for")
 
@@ -129,13 +140,13 @@ class _Run:
 
 
 class Loop:
-    """A loop that drives trajectories over one stream of the engine.
+    """A loop that plays many trajectories at once, with one stream of requests to the engine.
 
     Args:
         stream: the engine's stream.
-        observer: told what the loop does, as it does it.
-        width: trajectories in progress at once.
-        seconds: time limit of one trajectory; None for no limit.
+        observer: is told of each step of the engine and of the progress.
+        width: how many trajectories may be in progress at once.
+        seconds: time limit of one trajectory, in seconds; None for no limit.
     """
 
     def __init__(self, stream: Stream, observer: Observer, *, width: int, seconds: float | None = None) -> None:
@@ -147,7 +158,11 @@ class Loop:
         self._done = 0
 
     def run(self, trajectories: Sequence[TrajectoryCoroutine]) -> None:
-        """Run every trajectory to its end. An exception in one ends all of them, and is raised."""
+        """Run all trajectories to their end. If one raises, all are ended, and the exception is raised.
+
+        Args:
+            trajectories: coroutines that have not been started.
+        """
         waiting = deque(trajectories)
         try:
             anyone = True
@@ -200,7 +215,11 @@ class Loop:
     # --- tools ------------------------------------------------------------------------------------------------------
 
     def _deliver(self, wait: float = 0.0) -> None:
-        """Resume each trajectory whose call has an outcome by now. If none has, wait up to `wait` seconds for one."""
+        """Pass on the outcomes of calls that have ended, by resuming the trajectories that wait for them.
+
+        Args:
+            wait: how long to wait for an outcome if there is none yet, in seconds.
+        """
         while True:
             try:
                 run, call, outcome = self._inbox.get(timeout=wait) if wait else self._inbox.get_nowait()
@@ -211,7 +230,7 @@ class Loop:
                 self._go_on(run, outcome)
 
     def _expire(self) -> None:
-        """End trajectories that have no time left, and stop waiting for calls that should have reported and did not."""
+        """End the trajectories whose time is over, and give up calls that have not even reported their own timeout."""
         now = time.monotonic()
         for run in [run for run in self._live if run.expires <= now]:
             if isinstance(run.waiting_for, Generate):

@@ -141,7 +141,13 @@ class MultiTurn(SingleTurn):
 
 
 async def _told(number: int, episode: Episode, tell: Callable[[int, Conversation], None] | None) -> None:
-    """Run an episode to its end, and pass its number in the batch and its conversation to `tell`, if given."""
+    """Run an episode to its end, and then report it.
+
+    Args:
+        number: number of its row in the batch.
+        episode: the episode.
+        tell: called with the number and the conversation; None if nobody needs to know.
+    """
     await episode.run()
     if tell is not None:
         tell(number, episode.conversation)
@@ -149,9 +155,11 @@ async def _told(number: int, episode: Episode, tell: Callable[[int, Conversation
 
 @contextmanager
 def _switching_every(seconds: float) -> Iterator[None]:
-    """Set the interpreter's thread switch interval within this context, in seconds.
+    """A context in which the interpreter switches between threads more often, so that the thread that steps the engine
+    waits less for threads of tools.
 
-    A short one keeps the thread that steps the engine from waiting long for threads of tools.
+    Args:
+        seconds: the switch interval (`sys.setswitchinterval`), in seconds.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(seconds)

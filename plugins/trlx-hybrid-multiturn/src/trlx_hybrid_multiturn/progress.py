@@ -21,15 +21,15 @@ HEAVY = 0.1  # share of the rollout's wall time spent computing in tools' thread
 
 
 class Progress:
-    """An observer of the rollout's loop: shows a progress bar, and times engine steps with tools running and without.
+    """Shows a progress bar of a rollout, and measures how long engine steps take with and without tools running.
 
     Args:
-        total: trajectories of this rank's batch.
-        runner: runs the tools, and knows which calls run.
+        total: the number of trajectories in this rank's batch.
+        runner: runs the tools, and knows which calls are running.
         visible: whether to show the bar.
 
     Attributes:
-        tokens: number of tokens sampled so far.
+        tokens: the number of tokens sampled so far.
     """
 
     def __init__(self, total: int, runner: ToolRunner, visible: bool) -> None:
@@ -46,12 +46,24 @@ class Progress:
         self.tokens = 0
 
     def stepped(self, seconds: float, sampling: int, finished: Sequence[tuple[int, Completion]]) -> None:
-        """Record the seconds of an engine step with `sampling` requests, and the tokens that it finished."""
+        """Record one step of the engine.
+
+        Args:
+            seconds: its duration, in seconds.
+            sampling: the number of requests in it.
+            finished: the requests that it finished, with their completions.
+        """
         self._steps[sampling, self._runner.busy > 0].append(seconds)
         self.tokens += sum(len(completion.token_ids) for _, completion in finished)
 
     def moved(self, done: int, sampling: int, calling: int) -> None:
-        """Show how many trajectories are over, wait for the engine and for tools, at most once per interval."""
+        """Update the progress bar, unless it was updated a moment ago.
+
+        Args:
+            done: the number of trajectories that are over.
+            sampling: the number of those that wait for the engine.
+            calling: the number of those that wait for a tool.
+        """
         now = time.perf_counter()
         if self._bar.disable or now - self._shown < self._interval:
             return
@@ -74,9 +86,10 @@ class Progress:
         return time.perf_counter() - self._started
 
     def inflation(self) -> float | None:
-        """Return the factor by which an engine step takes longer while tools run in threads.
+        """Return how many times as long an engine step takes while tools run in threads, or None if there are no steps
+        to compare.
 
-        It compares medians at equal numbers of requests. None where nothing can be compared.
+        Medians of steps with the same number of requests are compared.
         """
         pairs = [
             (statistics.median(self._steps[size, True]) / statistics.median(quiet), len(self._steps[size, True]))
@@ -127,7 +140,17 @@ def metrics(
 
 
 def heavy_tools(usage: Mapping[str, ToolUsage], progress: Progress, runner: ToolRunner) -> dict[str, str]:
-    """Return warnings, by tool, of tools that compute so much in threads that the engine's steps wait for them."""
+    """Return warnings about tools that compute so much in threads of this process that the engine's steps have to wait
+    for them.
+
+    Args:
+        usage: counters of each tool's calls in the rollout.
+        progress: has timed the rollout and its engine steps.
+        runner: knows where each tool runs.
+
+    Returns:
+        The text of the warning, by the tool's name.
+    """
     inflation = progress.inflation()
     beside = f" Engine steps beside tools took {inflation:.1f} times as long as without." if inflation else ""
     found = {}

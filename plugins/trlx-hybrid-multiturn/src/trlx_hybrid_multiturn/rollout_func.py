@@ -50,9 +50,12 @@ def episode_reward(
     episode_reward: Sequence[float | None],
     **kwargs: object,
 ) -> list[float | None]:
-    """Return the environments' rewards, as a TRL reward function.
+    """Return the rewards that environments gave, for use as a reward function of TRL.
 
-    Rows of episodes that broke off get None, and are not trained on.
+    Args:
+        prompts, completions, kwargs: not used.
+        episode_reward: the column that `episodes` adds to the batch: each row's sum of rewards. It is None for an
+            episode that broke off; such a row is not trained on.
     """
     return list(episode_reward)
 
@@ -245,7 +248,7 @@ class EnvironmentEpisode(Episode):
 
 
 def _multi_turn(trainer: Any) -> MultiTurn:
-    """Return the trainer's rollout, checked to be the one that episodes with environments need.
+    """Return the trainer's rollout, if an episode with an environment can be played on it.
 
     Raises:
         ConfigError: the rollout is not `multi_turn`, or the trainer has tools.

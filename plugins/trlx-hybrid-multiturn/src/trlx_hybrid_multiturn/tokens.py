@@ -57,7 +57,11 @@ class TemplateTokens:
             )
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of a prompt, with the template's tokens that begin the model's turn."""
+        """Return the token ids of a prompt, ending with the tokens by which the template begins the model's turn.
+
+        Args:
+            messages: the prompt's chat messages.
+        """
         return list(self._render(messages, speak=True))
 
     def observation(self, messages: Sequence[Message], after: int | None = None) -> list[int]:
@@ -78,10 +82,11 @@ class TemplateTokens:
         return shown[1:] if self._endless and after in self._end_ids and shown[:1] == [after] else shown
 
     def _refuses(self) -> str | None:
-        """Render a short conversation as the prefix that `observation` takes off, and try it with two messages.
+        """Prepare the prefix that `observation` cuts off, by rendering a short conversation, and try it with two
+        messages.
 
         Returns:
-            Why the template cannot be used so; None if it can.
+            Why the template cannot be used, as the end of a sentence; None if it can.
         """
         try:
             asked, prefix = self.prompt(BEFORE[:1]), list(self._render(BEFORE, speak=False))

@@ -89,12 +89,17 @@ def _early(early: Callable[[list[Message]], None], name: str, value: object) -> 
 
 
 def _content(name: str, outcome: Outcome, conversation: Conversation) -> object:
-    """Return what the model is shown of a call: its result, or the error if the tool itself caused it.
+    """Return the content of a tool message: the call's result, or its error.
 
-    Counts errors and mended answers in `conversation`.
+    Errors, and results that had to be mended to be shown, are counted in `conversation`.
+
+    Args:
+        name: name of the tool.
+        outcome: the call's outcome.
+        conversation: counts the errors and mended results.
 
     Raises:
-        LostCallError: the call was lost, and the tool did not cause that.
+        LostCallError: the call was lost, and not by the tool's own fault.
     """
     if outcome.lost is not None:
         if not outcome.by_tool:
@@ -118,9 +123,13 @@ def _content(name: str, outcome: Outcome, conversation: Conversation) -> object:
 
 
 def _part_with_environment(tool: Tool, outcome: Outcome, dialogue: Dialogue) -> None:
-    """Discard the row's environment if `tool` is a method of it and this call never came back.
+    """Take the row's environment out of use if a call of one of its methods was lost, since the call may still be
+    running.
 
-    That call may go on using the environment, so no other row may have it.
+    Args:
+        tool: the tool that was called.
+        outcome: the call's outcome.
+        dialogue: holds the row's environment.
     """
     if outcome.by_tool and _is_of_environment(tool, dialogue):
         dialogue.discard()

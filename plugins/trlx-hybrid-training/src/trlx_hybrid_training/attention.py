@@ -36,7 +36,8 @@ def register() -> None:
 
 @contextmanager
 def packing() -> Iterator[None]:
-    """Mark a forward pass of packed rows, so that transformers makes no mask: it would be as wide as all rows."""
+    """A context for a forward pass of packed rows, in which transformers builds no attention mask: it would have the
+    size of all rows together, squared."""
     token = _packing.set(True)
     try:
         yield
@@ -150,14 +151,20 @@ def _attended(
 
 
 def has_kernel(query: Tensor, value: Tensor) -> bool:
-    """Return whether torch's `varlen_attn` takes these tensors: 16 bits, a head size that fits, on a GPU."""
+    """Return whether torch's kernel for rows of different lengths (`varlen_attn`) can compute this attention: on a GPU,
+    in 16 bits, with a suitable head size.
+
+    Args:
+        query, value: (1, heads, N, head size).
+    """
     dtype = _computed_in(query)
     fits = kernel_takes(query.shape[-1], value.shape[-1])
     return dtype in (torch.float16, torch.bfloat16) and fits and kernel_on(query.device)
 
 
 def kernel_takes(query: int, value: int) -> bool:
-    """Return whether torch's kernel for rows of different lengths takes queries and values of these head sizes."""
+    """Return whether torch's kernel for rows of different lengths (`varlen_attn`) supports these sizes of a query head
+    and of a value head."""
     return query == value <= 256 and query % 8 == 0
 
 
@@ -225,12 +232,11 @@ def loaded_with(model: PreTrainedModel) -> str:
 
 
 def choose(model: PreTrainedModel) -> str | None:
-    """Let the model's layers use this attention, if it was loaded with "sdpa".
-
-    Flash attention takes packed rows itself.
+    """Make the model's layers use this module's attention, if the model was loaded with "sdpa". Models with flash
+    attention stay as they are, because it takes packed rows itself.
 
     Returns:
-        The implementation that was replaced, or None if nothing changed.
+        The name of the attention that was replaced, or None if nothing changed.
     """
     if loaded_with(model) == "sdpa":
         model.config._attn_implementation = NAME

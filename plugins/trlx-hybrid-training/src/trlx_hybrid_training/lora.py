@@ -212,16 +212,27 @@ def _product(left: Tensor, right: Tensor, scaling: float) -> Tensor:
 
 
 def _over_tokens(left: Tensor, right: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
-    """Return scaling · leftᵀ · right in `dtype`, a gradient summed over tokens; both are (tokens, features)."""
+    """Return scaling · leftᵀ · right in `dtype`: the gradient of a weight, summed over tokens.
+
+    Args:
+        left, right: (tokens, features).
+        scaling: a factor.
+        dtype: dtype of the result.
+    """
     if left.is_cuda and dtype == torch.float32 and left.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(left.t(), right, out_dtype=dtype).mul_(scaling)
     return _cast(_product(left.t(), right, scaling), dtype)
 
 
 def _dtype(x: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> torch.dtype | None:
-    """Return the dtype that PEFT would compute all products in.
+    """Return the dtype in which PEFT would compute all products of the layer.
 
-    None where PEFT's products have different dtypes, or parameters are not plain tensors.
+    None where PEFT's products would have different dtypes, or where a parameter is not a plain tensor (a shard, for
+    instance).
+
+    Args:
+        x: the layer's input.
+        weight, a, b: the frozen weight W and the adapter's A and B.
     """
     if not {type(weight), type(a), type(b)} <= PLAIN:  # a DTensor, for instance
         return None
@@ -241,10 +252,14 @@ def _unserved_type(layer: BaseTunerLayer) -> str | None:
 
 
 def _parts(layer: BaseTunerLayer) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float, float] | str:
-    """Return W, bias, A, B and scaling of the one active adapter, and the dropout probability of its input.
+    """Return what `_LowRank` computes a LoRA layer from: W, bias, A, B and scaling of the only active adapter, and the
+    dropout probability.
 
-    Returns the reason instead where this layer, as it is now, does not compute what `_LowRank` does. It is called in
-    each forward pass, so it takes only a few µs.
+    If the layer, in its present state, computes something else, the reason is returned as a text. The function is
+    called in each forward pass, and takes only a few µs.
+
+    Args:
+        layer: PEFT's layer.
     """
     modules = layer._modules
     adapters = modules["lora_A"]._modules

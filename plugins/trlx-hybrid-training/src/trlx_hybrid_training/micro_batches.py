@@ -77,10 +77,14 @@ def equal_tokens(tokens: Sequence[int], count: int) -> list[list[int]]:
 
 
 def fewest_tokens(lengths: RowLengths, count: int) -> list[list[int]]:
-    """Split rows into `count` groups of equal size, keeping rows of one prompt together to compute few tokens.
+    """Split rows into `count` groups of equal size so that few tokens are computed, by keeping rows with the same
+    prompt together.
 
-    No group computes more than the largest group of `equal_tokens` would without sharing, because the largest group
-    decides the memory.
+    No group computes more tokens than the largest group of `equal_tokens`, which decides how much memory is needed.
+
+    Args:
+        lengths: the lengths and prompts of the rows.
+        count: the number of groups; it must divide the number of rows.
 
     Returns:
         Row numbers, ascending within each group.
@@ -100,7 +104,13 @@ def fewest_tokens(lengths: RowLengths, count: int) -> list[list[int]]:
 
 
 def _together(lengths: RowLengths, count: int, most: int) -> list[list[int]]:
-    """Split rows into `count` groups like `equal_tokens`, but place up to `most` rows of one prompt in a group at once.
+    """Split rows into `count` groups like `equal_tokens`, but add up to `most` rows with the same prompt to a group at
+    once.
+
+    Args:
+        lengths: the lengths and prompts of the rows.
+        count: the number of groups.
+        most: the largest number of rows that are added at once.
 
     Returns:
         Row numbers, ascending within each group.

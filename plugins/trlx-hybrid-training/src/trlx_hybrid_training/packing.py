@@ -118,13 +118,24 @@ class Pack:
         }
 
     def rows(self, scores: Tensor) -> Tensor:
-        """Return scores of the packed tokens, (1, N), by row and completion token, (b, C); 0 where there is none."""
+        """Return scores of the sequence's tokens by row: (b, C), one per completion token, 0 where a row has no token.
+
+        Args:
+            scores: (1, N), one score (such as a log-prob) per position of the sequence, for the token that follows it.
+        """
         grid = scores.new_zeros(len(self.lengths) * self.width).index_copy(0, self.places, scores[0])
         return grid.view(-1, self.width)[:, -self.completion_length - 1 : -1]
 
 
 def _shared(lengths: RowLengths, below: float) -> tuple[tuple[int, int], ...]:
-    """Return `Pack.prefixes` for rows of these lengths; `below` is `shared_below` of `Pack.of`."""
+    """Return the field `prefixes` of a `Pack`: for each row, the row that holds its shared prompt, and how many tokens
+    are shared.
+
+    Args:
+        lengths: the lengths and prompts of the rows.
+        below: a fraction. Prompts are shared only if this brings the token count below this fraction of the count
+            without sharing.
+    """
     rows = range(len(lengths.tokens))
     share = lengths.packed(rows, below) < sum(lengths.tokens)
     alike, prefixes = lengths.alike, lengths.prefixes
@@ -138,7 +149,7 @@ def _ends(mask: Tensor) -> Tensor:
 
 
 def refused(session: Run) -> str | None:
-    """Return why this run's rows cannot be packed (scored without padding, as one sequence), or None."""
+    """Return why the rows of this run cannot be packed into one sequence without padding, or None if they can."""
     policy, args = session.policy, session.args
     model: Any = policy.base
     config = model.config
@@ -176,7 +187,7 @@ def _refused_layers(model: PreTrainedModel, config: PretrainedConfig) -> str | N
 
 
 def attention_name(session: Run) -> str:
-    """Return what computes the attention of packed rows, in words for the run's report."""
+    """Return the name of what computes the attention of packed rows, for the run's report."""
     name = loaded_with(session.policy.base)
     if name != "sdpa":
         return name
@@ -194,8 +205,6 @@ def head_sizes(config: PretrainedConfig) -> tuple[int, int]:
 
 
 def takes_prefixes(session: Run) -> bool:
-    """Return whether packed rows may share a prompt: they may with "sdpa", for which this plugin's attention runs.
-
-    transformers' flash attention takes whole rows only.
-    """
+    """Return whether packed rows may share a prompt. Only this plugin's attention can do that, which models loaded with
+    "sdpa" use; transformers' flash attention needs whole rows."""
     return loaded_with(session.policy.base) == "sdpa"

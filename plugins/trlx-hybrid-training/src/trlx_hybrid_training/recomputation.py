@@ -68,9 +68,9 @@ def keepable(free: int, others: int, layer: int, layers: int) -> int:
 
 
 class LayerBytes:
-    """A record of how many bytes a layer kept for its backward pass, by the number of tokens of the pass.
+    """A record of how many bytes a layer kept for its backward pass, by the number of tokens in the forward pass.
 
-    True when it has an entry.
+    It is true (`bool`) once it has an entry.
     """
 
     def __init__(self) -> None:
@@ -80,25 +80,34 @@ class LayerBytes:
         return bool(self._seen)
 
     def add(self, tokens: int, bytes_: int) -> None:
-        """Record that a layer kept this many bytes in a pass of this many tokens.
+        """Record how many bytes a layer kept in a forward pass. This replaces the records of passes with as many or
+        slightly fewer tokens.
 
-        It replaces the records of passes with as many or slightly fewer tokens.
+        Args:
+            tokens: the number of tokens in the pass.
+            bytes_: the bytes that the layer kept for its backward pass.
         """
         size = tokens.bit_length()
         self._seen = {n: b for n, b in self._seen.items() if n.bit_length() != size or n > tokens} | {tokens: bytes_}
 
     def expected(self, tokens: int) -> int | None:
-        """Return an upper bound of the bytes for a pass with this many tokens, or None before the first record.
+        """Return how many bytes a layer keeps at most in a pass, or None if nothing is recorded yet.
 
-        It is the lowest bound that the records give: a larger pass bounds it by what it kept, a smaller one by what it
-        kept in proportion. The bound is never too low, because part of the bytes (weights cast under autocast) is the
-        same for any number of tokens.
+        The bound is the lowest that the records give: what a larger pass kept, or what a smaller one kept in proportion
+        to its tokens. It is never too low, because a part of the bytes (weights cast under autocast) does not grow with
+        the tokens.
+
+        Args:
+            tokens: the number of tokens in the pass.
         """
         return min((b if n >= tokens else -(-b * tokens // n) for n, b in self._seen.items()), default=None)
 
 
 class Recomputation:
     """Decides for each micro-batch which layers of the policy are recomputed in the backward pass.
+
+    Args:
+        session: the run.
 
     Attributes:
         recomputed: how many layers were recomputed for the last loss; None before the first.
@@ -193,9 +202,10 @@ class Recomputation:
         return keepable(free, others + layers * tokens * self._input, layer, layers)
 
     def _memory(self) -> tuple[int, int]:
-        """Return the device's free bytes, and how many of them something other than activations will take.
+        """Return how many bytes of the device are free, and how many of these will be needed for something other than
+        activations.
 
-        It looks at every parameter, so it is called once for each pass.
+        It looks at every parameter, so it is called only once per pass.
         """
         return self._session.free_bytes(), self._casts + self._head + self._gradients()
 
@@ -220,7 +230,8 @@ class Recomputation:
 
     @functools.cached_property
     def _head(self) -> int:
-        """The bytes that TRL's fused LM head takes beside its chunks: a float32 gradient and the gathered weight."""
+        """The bytes that TRL's fused LM head needs in addition to its chunks: a float32 gradient, and the gathered
+        weight."""
         head: Any = self._session.policy.base.get_output_embeddings()
         weight = getattr(head, "weight", None)
         if weight is None:
@@ -237,10 +248,13 @@ class Recomputation:
 
 @contextmanager
 def _counting(layer: nn.Module) -> Iterator[dict[int, int]]:
-    """Count the bytes that a layer's operations save for the backward pass, in forward passes inside this context.
+    """A context that counts the bytes which a layer keeps for the backward pass, in forward passes inside the context.
+
+    Args:
+        layer: the layer. Its parameters are not counted.
 
     Yields:
-        The bytes by the address of their storage, which is filled meanwhile; without the layer's parameters.
+        A dict that fills up meanwhile: the bytes of each kept storage, by its address.
     """
     storages: dict[int, int] = {}
     own: set[int] = set()

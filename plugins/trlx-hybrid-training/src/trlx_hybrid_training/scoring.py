@@ -122,10 +122,14 @@ class Packed(Scoring):
             return rows.padded()
 
     def _packs(self, rows: Rows, shared_below: float) -> list[Pack] | None:
-        """Return one pack for each forward pass, or None where a row cannot be packed.
+        """Pack rows, and return one pack for each forward pass; None if a row cannot be packed.
 
-        `shared_below` is that of `Pack.of`. All packs are made before the first pass: ranks that share a model must run
-        equally many passes.
+        All packs are made before the first pass, because ranks that share a model must run equally many passes.
+
+        Args:
+            rows: the rows to score.
+            shared_below: a fraction. Prompts are computed once for several rows if this brings the token count below
+                this fraction of the count without sharing; 0: never.
         """
         ours = rows.model.config._attn_implementation == attention.NAME
         if not self._shares or not ours or rows.router_loss:  # the router loss is a mean over all tokens
@@ -169,11 +173,14 @@ class Packed(Scoring):
     def _prepare(self, rows: Rows) -> None:
         """Score the first rows of a model packed and padded, without dropout, and compare the log-probs. Collective.
 
-        Where they differ too much, `padded_because` is set, and all rows stay padded.
+        If they differ too much, `padded_because` is set, and all rows stay padded. If no token is scored, or a rank
+        cannot pack its rows, these rows stay padded, and the next rows are compared.
 
-        Each row is packed twice, so that it has a neighbour, and shares its prompt where prompts may be shared,
-        whatever the first rows are. Where no token is scored, or a rank cannot pack its rows, these rows stay padded
-        and the next ones are compared.
+        Each row is packed twice, so that it has a neighbour, and so that a shared prompt is compared, too, where
+        prompts may be shared.
+
+        Args:
+            rows: the first rows that are scored with the model.
         """
         session, reason, gap = self._session, None, torch.zeros(0)
         ids, mask = (t.repeat_interleave(2, dim=0) for t in (rows.input_ids, rows.attention_mask))

@@ -132,7 +132,11 @@ class Connection:
 
 
 def _explained(error: Mapping[str, Any]) -> str:
-    """Return a server's error message as text, with advice where the cause is known."""
+    """Return an error message of an environment's server as text, with advice if the cause is known.
+
+    Args:
+        error: the data of the server's answer, with its "message", "code" and "errors".
+    """
     text, code = str(error.get("message", "it gave no reason")), error.get("code")
     details = [
         f"{'.'.join(map(str, each.get('loc', ())))}: {each.get('msg')}"

@@ -102,10 +102,10 @@ class OpenEnvEpisode:
     """An environment for one episode on an OpenEnv server; it connects at `reset`.
 
     Args:
-        connect: makes a client with the methods of OpenEnv's own.
-        action: makes the server's action of a completion.
-        shown: makes what the model is shown of the server's observation.
-        columns: columns of the row that are passed to the server's `reset`.
+        connect: makes a client that has the methods of OpenEnv's own client.
+        action: turns a completion's text into an action for the server.
+        shown: turns the server's observation into what the model is shown, a text or chat messages.
+        columns: names of the dataset's columns that are passed to the server's `reset`.
     """
 
     def __init__(self, connect: Connect, action: Action, shown: Shown, columns: Sequence[str]) -> None:
@@ -113,7 +113,15 @@ class OpenEnvEpisode:
         self._peer: Any = None
 
     async def reset(self, row: Mapping[str, Any]) -> str | list[Message] | None:
-        """Connect, begin the episode with the row's columns, and return what the model is shown first, or None."""
+        """Connect to the server and begin the episode; return what the model is shown first, or None if that is
+        nothing.
+
+        Args:
+            row: the row of the dataset.
+
+        Raises:
+            ServerError: the row lacks a column, or the episode is over at once.
+        """
         missing = [name for name in self._columns if name not in row]
         if missing:
             raise ServerError(f"The dataset has no column {missing[0]!r}, which from_openenv(columns=…) names.")
@@ -243,7 +251,10 @@ def _refuse_unknown(what: str, given: str, fields: Sequence[str], server: str) -
 
 
 def addresses(server: str) -> tuple[str, str]:
-    """Return the server's address for HTTP, and that of its websocket, from the address that the user gave.
+    """Return the server's HTTP address and the address of its websocket.
+
+    Args:
+        server: the address that the user gave, with or without a scheme, such as "127.0.0.1:8000".
 
     Raises:
         ConfigError: `server` is not an address.

@@ -70,12 +70,12 @@ def from_reasoning_gym(
 
 
 class ReasoningGym:
-    """A factory of environments for tasks of one kind; pass it to `episodes`.
+    """A factory of environments for tasks of one kind, which `from_reasoning_gym` returns; pass it to `episodes`.
 
     Attributes:
-        tasks: reasoning-gym's entries, made once: some kinds of task come out differently when they are made again.
-        score: returns reasoning-gym's score of an answer, given the task's entry.
-        attempts: answers per episode at most.
+        tasks: reasoning-gym's tasks. They are made only once, because some kinds come out differently when made again.
+        score: returns reasoning-gym's score of an answer, given the answer and the task.
+        attempts: how many answers an episode may have.
         feedback: the text that the model is shown after a wrong answer.
         answer: extracts the answer from a completion.
     """
@@ -119,7 +119,7 @@ class Attempts:
         self._task: Any = None
 
     def reset(self, row: Row) -> None:
-        """Take the row's task; the prompt already holds its question."""
+        """Begin the task of a dataset's row. Nothing is shown, because the row's prompt already has the question."""
         self._task = self._gym.tasks[row["task"]]
 
     def step(self, completion: str) -> Step:
@@ -132,7 +132,8 @@ class Attempts:
 
 
 def last_answer(completion: str) -> str:
-    """Return the answer in a completion, by the default rule of `from_reasoning_gym`."""
+    """Return the answer in a completion: the text in its last `<answer>` tags, else the text after `</think>`, else all
+    of it, without surrounding whitespace."""
     said = completion.rpartition("</think>")[2]
     _, opened, tagged = said.rpartition("<answer>")
     return (tagged.partition("</answer>")[0] if opened else said).strip()

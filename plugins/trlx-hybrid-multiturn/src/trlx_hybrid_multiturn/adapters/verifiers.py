@@ -81,7 +81,11 @@ class Verifiers:
         return VerifiersEpisode(self._process.address)
 
     def rows(self, size: int | None = None) -> list[dict[str, Any]]:
-        """Return the tasks, or the first `size`, as rows with `prompt` (messages) and `task` (the task as JSON).
+        """Return tasks as rows of a dataset, with the columns `prompt` (chat messages) and `task` (the task as JSON
+        text).
+
+        Args:
+            size: how many tasks, the first ones; None returns all.
 
         Raises:
             ConfigError: the taskset fails, or it is endless and no size is given.
@@ -100,7 +104,7 @@ class Verifiers:
         return [{"prompt": row["prompt"] or empty, "task": json.dumps(row["task"])} for row in answer["tasks"]]
 
     def dataset(self, size: int | None = None) -> Dataset:
-        """Return the rows of `rows` as a `datasets.Dataset`."""
+        """Return what `rows` returns as a `datasets.Dataset`."""
         from datasets import Dataset
 
         return Dataset.from_list(self.rows(size))
@@ -122,7 +126,8 @@ class VerifiersEpisode:
         self._connection: Connection | None = None
 
     async def reset(self, row: Row) -> str | list[Message] | None:
-        """Begin the row's task, and return what verifiers asks the model beyond the row's prompt."""
+        """Begin the task of a dataset's row, and return what verifiers shows the model in addition to the row's prompt;
+        None if that is nothing."""
         name = "The verifiers process"
         self._connection = await Connection.open(f"ws://{self._address}/episode", name, CONNECT_SECONDS)
         begun = await self._connection.ask("reset", {"task": json.loads(row["task"])})
@@ -131,7 +136,8 @@ class VerifiersEpisode:
         return remainder(row["prompt"], begun["messages"])
 
     async def step(self, completion: str) -> Step:
-        """Send the completion, and return verifiers' next messages, or the reward at the end."""
+        """Send the model's completion to verifiers, and return its next messages, or, at the end of the episode, the
+        reward."""
         assert self._connection is not None
         told = await self._connection.ask("step", {"completion": completion})
         if told["done"]:
@@ -214,9 +220,14 @@ class _Process:
         self.address = f"127.0.0.1:{answer['port']}/{secret}"
 
     def _started(self, settings: dict[str, object], seconds: float) -> dict[str, Any] | None:
-        """Send the settings to the process, and return the JSON object that it prints first.
+        """Send settings to the process, and return the JSON object that it answers with.
 
-        None if the process ended or `seconds` passed without one.
+        Args:
+            settings: the taskset, the environment's settings and the secret.
+            seconds: how long to wait for the answer.
+
+        Returns:
+            The answer; None if the process ended, or did not answer in time.
         """
         process, output = self._process, self._process.stdout
         assert process.stdin is not None

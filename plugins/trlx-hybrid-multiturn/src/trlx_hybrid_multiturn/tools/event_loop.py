@@ -13,7 +13,7 @@ from .threads import taking_this_device
 
 
 class DaemonLoop:
-    """An event loop in a daemon thread, for trainers that have none."""
+    """An asyncio event loop that runs in a daemon thread, for trainers that have no event loop."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()

@@ -63,9 +63,12 @@ class ProcessWorkers(ToolWorkers):
         self._pickling = threading.Lock()
 
     def refuses(self, function: Tool, name: str | None = None) -> str | None:
-        """Return why a function cannot run in a process, and what to do; None if it can.
+        """Return why a function cannot run in a process (it is a method of an object, is asynchronous, or cannot be
+        pickled), or None if it can.
 
-        It cannot if it is a method of an object, is asynchronous, or cannot be pickled.
+        Args:
+            function: the function.
+            name: the tool's name, with which the text begins; by default the function's own.
         """
         inner = innermost(function)
         name = name or getattr(inner, "__name__", type(inner).__name__)
@@ -139,7 +142,7 @@ class ProcessWorkers(ToolWorkers):
         return Outcome(error=raised, seconds=seconds)
 
     def _taken(self, call: ToolCall) -> WorkerProcess:
-        """Return a process to make `call` in: the most recently used idle one that still lives, or a new one."""
+        """Return a process for a call: the idle one that was used last and still lives, or a new one."""
         while True:
             with self._lock:
                 process = self._free.pop() if self._free else None
@@ -166,7 +169,7 @@ class ProcessWorkers(ToolWorkers):
         return lost
 
     def _pickle(self, function: Tool) -> bytes:
-        """Return the function's pickle, which is made at its first call and kept."""
+        """Return the pickled function. The pickle is made once and kept for later calls."""
         with self._pickling:
             known = self._pickled.get(id(function))
             if known is None:
@@ -181,10 +184,11 @@ class ProcessWorkers(ToolWorkers):
 class RefusedError(Exception):
     """Raised where a tool's process refused a call, or answered with something that the model cannot be shown.
 
-    The message follows "tool 'name'" in a sentence.
+    Its message continues the sentence "tool 'name' ...".
 
     Attributes:
-        by_tool: whether the answer is the tool's own: it wrote to the socket by which its process reports results.
+        by_tool: whether the tool itself is to blame, because it wrote to the socket through which its process sends
+            results.
     """
 
     def __init__(self, text: str, *, by_tool: bool = False) -> None:
@@ -193,7 +197,7 @@ class RefusedError(Exception):
 
 
 class CrashError(Exception):
-    """Raised where a tool's process ended during a call. The message follows "tool 'name'" in a sentence."""
+    """Raised where a tool's process ended during a call. Its message continues the sentence "tool 'name' ..."."""
 
 
 class WorkerProcess:
@@ -228,11 +232,8 @@ class WorkerProcess:
 
     @property
     def usable(self) -> bool:
-        """Return whether the process can take calls.
-
-        It cannot if it was killed or ended, or if its socket can be read though nothing was asked: then it may be
-        ending.
-        """
+        """True where the process can take a call: it lives, and its socket holds no unexpected data, as that of a
+        process that is ending may."""
         return not self._killed and self._process.poll() is None and not self._can_be_read()
 
     def ask(self, message: bytes) -> dict[str, Any]:
@@ -276,7 +277,7 @@ class WorkerProcess:
         return answer
 
     def kill(self) -> None:
-        """End the process and what it started, now; a thread that waits for it gets a CrashError.
+        """End the process, and all that it started, at once. A thread that waits for its answer gets a CrashError.
 
         Any thread may call this.
         """
@@ -294,7 +295,7 @@ class WorkerProcess:
             self._process.wait(CRASH_SECONDS)
 
     def how_it_ended(self) -> str | None:
-        """Return how the process ended, in words that follow "tool 'name'"; None while it runs."""
+        """Return how the process ended, as the continuation of the sentence "tool 'name' ..."; None while it runs."""
         code = self._process.poll()
         if code is None or code >= 0:
             return None if code is None else f"ended its process: exit code {code}."
@@ -312,7 +313,13 @@ class WorkerProcess:
 
 
 def _answer_in(body: bytes) -> dict[str, Any]:
-    """Return the answer that a process sent, with its `kind` and `content`, after checking that it is harmless.
+    """Check that the bytes sent by a tool's process are a harmless answer, and return it.
+
+    Args:
+        body: JSON of plain data, which the tool may have forged.
+
+    Returns:
+        A dict with "kind" and "content", as `worker_process` describes them.
 
     Raises:
         NotPlainError: a value is not plain data.
@@ -331,9 +338,13 @@ def _answer_in(body: bytes) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def by_value_if_needed(function: Tool) -> Iterator[None]:
-    """Have cloudpickle send the function's module by value, within this context, if a process could not import it.
+    """A context in which cloudpickle sends the module of a function by value, if a new process could not import that
+    module, as with a test's module.
 
-    The module of a test is an example. cloudpickle does so by itself for `__main__` only.
+    By itself cloudpickle does so only for `__main__`.
+
+    Args:
+        function: the function that is going to be pickled.
     """
     module = sys.modules.get(getattr(innermost(function), "__module__", None) or "")
     if (
@@ -352,11 +363,14 @@ def by_value_if_needed(function: Tool) -> Iterator[None]:
 
 
 def _importable(name: str) -> bool:
-    """Return whether a fresh interpreter could import the module of this name.
+    """Return whether a new interpreter could import a module.
 
-    `importlib.util.find_spec` does not tell, because it answers from the modules that are loaded here. Python takes any
-    folder without `__init__.py` for a package. The answer is False if the name leads to such a folder itself, or
-    through one in the current directory, which is found or not depending on how the trainer was started.
+    `importlib.util.find_spec` cannot tell, because it also finds modules that are already loaded here. Python takes any
+    folder for a package, even one without `__init__.py`. The answer is False if the name leads to such a folder, or
+    through one in the current directory, which a new interpreter may or may not search.
+
+    Args:
+        name: the module's full name.
     """
     path: Sequence[str] | None = None
     parts = name.split(".")
@@ -380,7 +394,8 @@ def _here(folders: Iterable[str]) -> bool:
 
 
 def innermost(function: Tool) -> Tool:
-    """Return the function inside nested `functools.partial` objects."""
+    """Return the function that is wrapped in `functools.partial` objects, or the function itself if it is not
+    wrapped."""
     while isinstance(function, functools.partial):
         function = function.func
     return function

@@ -46,11 +46,12 @@ class ToolUsage:
     """Counters of one tool's calls.
 
     Attributes:
-        calls: number of calls.
-        seconds: wall time of all calls.
+        calls: the number of calls.
+        seconds: wall time of all calls, in seconds.
         slowest: wall time of the longest call, in seconds.
-        cpu_seconds: processor time of all calls in threads.
-        cut_off: number of calls that the tool itself made end without a result: it took too long, or ended its process.
+        cpu_seconds: processor time of all calls that ran in threads, in seconds.
+        cut_off: the number of calls that have no result by the tool's own fault: it took too long, or ended its
+            process.
     """
 
     calls: int = 0
@@ -60,7 +61,11 @@ class ToolUsage:
     cut_off: int = 0
 
     def add(self, outcome: Outcome) -> None:
-        """Count one call, given its outcome."""
+        """Count one call.
+
+        Args:
+            outcome: the call's outcome.
+        """
         self.calls += 1
         self.seconds += outcome.seconds
         self.slowest = max(self.slowest, outcome.seconds)
@@ -69,12 +74,15 @@ class ToolUsage:
 
 
 class ToolRunner:
-    """A runner for the tools of one trainer; its threads and processes stay for the next batch.
+    """Runs the tools of one trainer. Its threads and processes are kept from batch to batch.
+
+    Args:
+        options: the options of the rollout.
 
     Attributes:
-        usage: counters per tool, since they were last cleared.
-        environment_methods: names in `usage` that are methods of environments and so cannot run in a process; each with
-            the name by which the option `tool_modes` says where it runs.
+        usage: counters of the calls by the tool's name, since they were last cleared.
+        environment_methods: names in `usage` that are methods of environments, which cannot run in a process. The value
+            is the name by which the option `tool_modes` selects where the method runs.
     """
 
     def __init__(self, options: MultiTurnOptions) -> None:
@@ -92,11 +100,19 @@ class ToolRunner:
         self._moved: set[str] = set()  # names moved to the trainer's thread, as they cannot work in another
 
     def mode(self, name: str) -> Mode:
-        """Return where the synchronous tool of this name runs."""
+        """Return where a synchronous tool runs: "thread", "process" or "main" (the trainer's thread).
+
+        Args:
+            name: the tool's name.
+        """
         return "main" if name in self._moved else self._options.tool_modes.get(name, self._options.tools)
 
     def beside_the_engine(self, name: str) -> bool:
-        """Return whether calls that `usage` has under this name run in threads of this process and slow the engine."""
+        """Return whether a tool's calls run in threads of this process, where they can slow down the engine.
+
+        Args:
+            name: the tool's name in `usage`.
+        """
         mode = self.mode(self.environment_methods.get(name, name))
         return mode == "thread" or (mode == "process" and name in self.environment_methods)
 
@@ -133,11 +149,13 @@ class ToolRunner:
             )
 
     def shown(self, result: object) -> object:
-        """Return what the model is shown of a tool's result: a text or a list of content blocks, cut if too long."""
+        """Return a tool's result as the content of a chat message: a text or a list of content blocks, shortened if it
+        is too long."""
         return self.cut(as_content(result))
 
     def cut(self, answer: Content) -> Content:
-        """Return a text or a list of content blocks, cut with a note if it is longer than the option `max_answer`."""
+        """Shorten a text or a list of content blocks that is longer than the option `max_answer`, with a note that says
+        so; return other contents unchanged."""
         kept: Content = excerpt(answer, self._options.max_answer)
         return kept
 
@@ -147,7 +165,7 @@ class ToolRunner:
         return self._threads.busy
 
     def running(self) -> list[tuple[str, float]]:
-        """Return name and seconds so far of each call that runs, or waits on an event loop; longest first."""
+        """Return (name, seconds so far) of each call that is running or waits on an event loop, the longest first."""
         now = time.monotonic()
         awaited = [(name, now - since) for name, since in list(self._awaited.values())]
         return sorted([*self._threads.running(), *self._processes.running(), *awaited], key=lambda call: -call[1])
@@ -337,10 +355,15 @@ def call_here(function: Callable[[], object], done: Callable[[Outcome], None]) -
 
 
 def bound_to_a_thread(error: BaseException | None) -> str | None:
-    """Return the message of an error that a library raised because it was called in the wrong thread; else None.
+    """Return the message of an error that a library raised because it was called in the wrong thread; None for other
+    errors.
 
-    The error's causes are examined, too. An error that came through code without a file does not count, unless the tool
-    itself was typed in there: such code is what the tool executes, perhaps written by the model.
+    The error's causes are examined, too. An error does not count if it passed through code that has no file: such code
+    is run by the tool, and the model may have written it. Only the file of the tool itself may be missing, as in an
+    interactive session.
+
+    Args:
+        error: the exception that a tool raised, or None.
     """
     seen: set[int] = set()
     own = next((file for module, file in _frames(error) if module != __package__.partition(".")[0]), "")
@@ -360,6 +383,6 @@ def bound_to_a_thread(error: BaseException | None) -> str | None:
 
 
 def _frames(error: BaseException | None) -> list[tuple[str, str]]:
-    """Return package and file of each frame in an error's traceback; the frame that raised it is the last."""
+    """Return (package, file) of each frame of an error's traceback; the frame that raised it comes last."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__ if error is not None else None)]
     return [(str(frame.f_globals.get("__name__")).partition(".")[0], frame.f_code.co_filename) for frame in frames]

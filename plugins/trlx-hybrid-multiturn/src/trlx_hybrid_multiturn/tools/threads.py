@@ -61,7 +61,7 @@ class ToolCall:
         return 0.0 if self.taken is None else time.monotonic() - self.taken
 
     def settle(self, outcome: Outcome) -> None:
-        """Report the outcome. Only the first one counts; later ones are dropped."""
+        """Report the call's outcome. Only the first outcome counts; later ones are dropped."""
         with self._lock:
             if self.settled:
                 return
@@ -79,13 +79,15 @@ class ToolCall:
 
 
 class ToolWorkers:
-    """A pool of daemon threads that runs calls, first in, first out, and gives up those that pass their deadlines.
+    """A pool of daemon threads that runs calls in the order of their submission, and gives up calls that pass their
+    deadlines.
 
-    `concurrent.futures` joins its threads when the interpreter exits, so that one hung tool would keep the process
-    alive. Subclasses decide how a call is performed, and what is done with one that passed its deadline.
+    `concurrent.futures` does not do this: it joins its threads when the interpreter exits, so that one tool that hangs
+    would keep the process alive. Subclasses decide how a call is made, and what happens to one that has passed its
+    deadline.
 
     Args:
-        limit: threads of the pool. They start when there is work, and are reused.
+        limit: the number of threads. They are started when there is work, and reused.
     """
 
     interrupts = False
@@ -111,7 +113,7 @@ class ToolWorkers:
         return len(self._running)
 
     def running(self) -> list[tuple[str, float]]:
-        """Return name and seconds so far of each call that runs now, the longest first."""
+        """Return (name, seconds so far) of each call that is running, the longest first."""
         with self._lock:
             return sorted(((call.name, call.seconds()) for call in self._running), key=lambda call: -call[1])
 
@@ -148,10 +150,14 @@ class ToolWorkers:
         return call
 
     def abandon(self, call: ToolCall, reason: str) -> None:
-        """Stop waiting for a call, and settle it as lost. `reason` follows "tool 'name'" in the message.
+        """Stop waiting for a call, and report it as lost. A call that is over is not affected.
 
-        A waiting call is never started. A running call keeps its worker until the call ends or its deadline passes,
-        unless the worker can be interrupted. Has no effect on a call that is over.
+        A call that has not begun never begins. A running call keeps its thread until it ends or passes its deadline,
+        unless the pool can interrupt it.
+
+        Args:
+            call: the call.
+            reason: the continuation of the sentence "tool 'name' ...", for the message.
         """
         with self._lock, suppress(ValueError):
             self._queue.remove(call)
@@ -270,7 +276,8 @@ class ToolWorkers:
             pass
 
     def _watch_once(self) -> bool:
-        """Sleep until the next deadline, or settle calls that passed theirs as lost. Returns False in a closed pool."""
+        """Wait for the next deadline, or report the calls that have passed theirs as lost. Return False if the pool is
+        closed."""
         with self._lock:
             if self._closed:
                 return False
@@ -287,9 +294,11 @@ class ToolWorkers:
 
 
 def performed(function: Callable[[], object], catching: type[BaseException]) -> Outcome:
-    """Call a function in the current thread, and return its result or exception with its times as an outcome.
+    """Call a function in this thread, and return its result or exception, with the time that it took.
 
-    Exceptions that are not of the class `catching` are raised.
+    Args:
+        function: the function.
+        catching: class of the exceptions that become part of the outcome; others are raised.
     """
     started, cpu_started = time.perf_counter(), time.thread_time()
     value, raised = None, None
@@ -302,7 +311,8 @@ def performed(function: Callable[[], object], catching: type[BaseException]) -> 
 
 
 def taking_this_device() -> Callable[[], None]:
-    """Return a function that another thread calls first, to use this thread's CUDA device instead of 0, the default."""
+    """Return a function to be called first in a new thread: it makes this thread's current CUDA device the new
+    thread's, which would otherwise use device 0."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return lambda: None
@@ -331,11 +341,12 @@ class ThreadWorkers(ToolWorkers):
         super()._serve()
 
     def hangs(self, call: ToolCall) -> bool:
-        """Return whether a call passed its deadline and still has not returned."""
+        """Return whether a call has passed its deadline, and its thread is still running it."""
         return call in self._hung
 
     def refuses(self, function: Tool, name: str) -> str | None:
-        """Return why no function is called now: more than `lost_limit` threads hang. None while that is not so."""
+        """Return why no function is called at the moment, because more than `lost_limit` threads hang; None if they do
+        not."""
         return f"{name!r} is not called: {self._too_many()}" if len(self._hung) > self._lost_limit else None
 
     def _perform(self, call: ToolCall) -> Outcome:

@@ -40,7 +40,13 @@ class TooLongError(Exception):
 
 
 def send(channel: socket.socket, number: int, message: bytes) -> None:
-    """Write one message to a socket, with the number that the answer to it repeats."""
+    """Write one message to a socket.
+
+    Args:
+        channel: the socket.
+        number: identifies the message; the answer to it has the same number.
+        message: the message's body.
+    """
     channel.sendall(HEADER.pack(number, len(message)))
     channel.sendall(message)
 
@@ -100,11 +106,11 @@ def main(descriptor: int, parent: int, characters: int, path: list[str]) -> None
 
 
 class Worker:
-    """A server that takes calls from a socket and answers them.
+    """Serves the calls that the trainer sends to a tool's process.
 
     Args:
         channel: the socket to the trainer.
-        characters: characters of a result that the model is shown at most.
+        characters: how many characters of a result the model is shown at most.
     """
 
     def __init__(self, channel: socket.socket, characters: int) -> None:
@@ -127,7 +133,12 @@ class Worker:
             self._answer(number, *self._called(function, message))
 
     def _called(self, function: Callable[..., Any], message: bytes) -> tuple[str, Any]:
-        """Call the function with the pickled arguments in `message`, and return kind and content of the answer."""
+        """Call a tool's function, and return the kind and the content of the answer to the trainer (see the module).
+
+        Args:
+            function: the function.
+            message: its pickled keyword arguments.
+        """
         try:
             arguments = pickle.loads(message)
         except Exception as error:
@@ -174,7 +185,8 @@ class Worker:
 
 @functools.lru_cache(FUNCTIONS)
 def loaded(pickled: bytes) -> Callable[..., Any]:
-    """Return the unpickled function. The same pickle gives the same object, as long as it is one of the last used."""
+    """Return the function that a pickle holds. The most recently used functions are cached, so that the same pickle
+    gives the same object."""
     function: Callable[..., Any] = pickle.loads(pickled)
     return function
 

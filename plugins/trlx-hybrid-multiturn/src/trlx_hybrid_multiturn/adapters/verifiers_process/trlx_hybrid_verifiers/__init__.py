@@ -58,7 +58,12 @@ class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
 
 
 def as_messages(system: str | None, prompt: Any) -> list[dict[str, Any]]:
-    """Return a task's system prompt and prompt (a text, messages or None) as chat messages."""
+    """Return a task's prompt as chat messages.
+
+    Args:
+        system: the task's system prompt, if it has one.
+        prompt: the task's prompt: a text, verifiers' messages, or None.
+    """
     messages = [{"role": "system", "content": system}] if system else []
     if isinstance(prompt, str):
         return [*messages, {"role": "user", "content": prompt}]

@@ -119,7 +119,11 @@ class ServedEpisode:
         return text
 
     def _new(self, trace: str, body: JsonObject) -> list[Message]:
-        """Return the messages of a request that follow the conversation so far, the model's replies included.
+        """Return the messages of a request that the model has not been shown yet.
+
+        Args:
+            trace: id of verifiers' trace (its record of one agent) that the request belongs to.
+            body: the request, in the form of OpenAI's chat completions. It repeats the whole conversation.
 
         Raises:
             NotPlayableError: the request does not continue the conversation, is of a second agent, or offers tools.

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trlx_hybrid.episodes.excerpt import NOTE, excerpt
+from trlx_hybrid.episodes.answers import NOTE, excerpt
 
 LIMIT = NOTE + 50
 

@@ -7,11 +7,10 @@ import trl.trainer.utils
 from hypothesis import given
 from hypothesis import strategies as st
 from trlx_hybrid.contract.conversation import Conversation
-from trlx_hybrid.contract.kept_tokens import KeptTokens, tensors_of
-from trlx_hybrid.contract.support import Support, mask_words, words_of, words_of_ids
+from trlx_hybrid.contract.support import KeptTokens, Support, mask_words, tensors_of, words_of, words_of_ids
 from trlx_hybrid.contract.types import Completion, Sampling
 from trlx_hybrid.errors import ComponentError, ConfigError
-from trlx_hybrid.rollout.supports import Supports
+from trlx_hybrid.rollout.turns import Supports
 from trlx_hybrid.trl import kept_log_probs, over_support
 from trlx_hybrid.trl.kept_log_probs import KeptLogProbs, Projection, scoring_over
 

@@ -28,10 +28,9 @@ from .memory.trainer_memory import TrainerMemory
 from .plugins.registry import BUILTIN
 from .policy.positions import Positions, check_positions
 from .policy.precision import autocast_dtype
-from .rollout.endings import Endings
 from .rollout.sampler import Sampler
 from .rollout.seeding import preserved_generators
-from .rollout.supports import Supports
+from .rollout.turns import Endings, Supports
 from .versions import package_version
 from .weights.sync import WeightVersions, choose
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..interprocess.ranks import Ranks
     from ..policy.policy import Policy
     from .conversation import Conversation, Dialogue, Limits, RequestMaker
-    from .kept_tokens import KeptTokens
+    from .support import KeptTokens
 
 NamedTensors = Iterable[tuple[str, "Tensor"]]
 

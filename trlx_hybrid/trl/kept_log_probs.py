@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contract.kept_tokens import KeptTokens
-from ..contract.support import UNSAMPLED, WORD
+from ..contract.support import UNSAMPLED, WORD, KeptTokens
 from ..errors import ComponentError
 
 TOKENS = 512

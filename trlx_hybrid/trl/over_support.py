@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..contract.kept_tokens import BOUNDS, WORDS
-from ..contract.support import Support, mask_words
+from ..contract.support import BOUNDS, WORDS, Support, mask_words
 from ..errors import ComponentError, ConfigError
 
 if TYPE_CHECKING:

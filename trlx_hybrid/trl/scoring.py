@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..blame import called_back
-from ..contract.kept_tokens import BOUNDS, WORDS, KeptTokens, tensors_of
 from ..contract.protocols import Rows, Scores
+from ..contract.support import BOUNDS, WORDS, KeptTokens, tensors_of
 from ..errors import ComponentError
 from ..policy.policy import transformers_model
 from ..routing import DIFFERENCE, EXPERTS, aligned, experts_of

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contract.kept_tokens import BOUNDS, WORDS
+from ..contract.support import BOUNDS, WORDS
 from ..routing import EXPERTS
 from ..weights.verify import disagreement
 

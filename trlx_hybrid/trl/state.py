@@ -73,7 +73,7 @@ class Batch:
         rewards: (world * B, functions) rewards that are trained on, NaN where a function returned None.
         groups: the groups with these rewards, where an algorithm judges them.
         supports: for each row, the ids that each of its tokens was sampled from; None where all ids count.
-        kept: `supports` as tensors, see `kept_tokens.tensors_of`; made once.
+        kept: `supports` as tensors, see `support.tensors_of`; made once.
         skips_old: whether the next scoring is that of the old log-probs, and left out.
         scores_old: whether the next scoring is that of the old log-probs, with the experts of the rollout.
     """

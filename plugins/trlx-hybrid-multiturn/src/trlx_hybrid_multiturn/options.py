@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from trlx_hybrid.episodes.excerpt import CHARACTERS, NOTE
+from trlx_hybrid.episodes.answers import CHARACTERS, NOTE
 from trlx_hybrid.errors import ConfigError
 
 Mode = Literal["thread", "process", "main"]

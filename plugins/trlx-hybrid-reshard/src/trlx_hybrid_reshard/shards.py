@@ -13,7 +13,7 @@ from operator import is_
 from typing import TYPE_CHECKING, Any
 
 from trlx_hybrid.errors import SyncError, listed
-from trlx_hybrid.policy.frozen import Frozen
+from trlx_hybrid.policy.fingerprint import Frozen
 from trlx_hybrid.policy.merging import adapted_modules, beyond_lora
 
 from .layouts import Parameter

@@ -22,8 +22,7 @@ from types import ModuleType
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
-from trlx_hybrid.episodes.answers import UnshowableError
-from trlx_hybrid.episodes.excerpt import CHARACTERS
+from trlx_hybrid.episodes.answers import CHARACTERS, UnshowableError
 from trlx_hybrid.interprocess import plain_data, process_tree, remote_errors
 
 from ..loop import Outcome, Tool

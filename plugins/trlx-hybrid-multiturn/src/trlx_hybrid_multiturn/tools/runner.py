@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeVar
 
-from trlx_hybrid.episodes.answers import as_content
-from trlx_hybrid.episodes.excerpt import excerpt
+from trlx_hybrid.episodes.answers import as_content, excerpt
 from trlx_hybrid.errors import ConfigError, did_you_mean
 
 from ..loop import CallTool, Outcome, Tool, ToolCoroutine

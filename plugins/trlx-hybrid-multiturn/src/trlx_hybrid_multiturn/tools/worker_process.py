@@ -161,7 +161,7 @@ class Worker:
 
     def _answer(self, number: int, kind: str, content: Any = None) -> None:
         self._leave_if_forked()
-        from trlx_hybrid.episodes.excerpt import excerpt
+        from trlx_hybrid.episodes.answers import excerpt
 
         if kind == "error" and len(content["text"]) + len(content["trace"]) > self._characters:
             content = {key: excerpt(content[key], self._characters) for key in ("kind", "text", "trace")}

@@ -12,7 +12,7 @@ from trlx_hybrid.contract.types import LoadReport
 from trlx_hybrid.errors import SyncError, listed
 from trlx_hybrid.memory.ledger import plain_tensors
 from trlx_hybrid.policy import quantised
-from trlx_hybrid.policy.frozen import Frozen
+from trlx_hybrid.policy.fingerprint import Frozen
 from trlx_hybrid.weights.verify import SAMPLED_TENSORS, Rotation
 
 from .adapter import AdapterSlots

@@ -12,7 +12,7 @@ from trlx_hybrid.contract.protocols import WeightSync
 from trlx_hybrid.contract.types import LoadReport
 from trlx_hybrid.errors import SyncError, listed
 from trlx_hybrid.memory.ledger import torch_optimizer
-from trlx_hybrid.policy.frozen import Frozen
+from trlx_hybrid.policy.fingerprint import Frozen
 from trlx_hybrid.policy.sharded import is_sharded
 from trlx_hybrid.weights.verify import Rotation
 

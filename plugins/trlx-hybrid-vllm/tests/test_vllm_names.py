@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib.util
+import inspect
 import pkgutil
 import re
 import socket
@@ -16,6 +17,8 @@ import trlx_hybrid
 import trlx_hybrid_vllm
 from torch.multiprocessing.reductions import StorageWeakRef
 from trlx_hybrid_vllm.private import DOCUMENTED
+
+from tests.vllm_patches import PAGE, declared, page
 
 PLUGIN = Path(trlx_hybrid_vllm.__file__).parent
 VLLM = Path(importlib.util.find_spec("vllm").origin).parent
@@ -216,3 +219,31 @@ def test_no_name_of_vllm_s_inside_is_reached_for():
     for file in OUTSIDE:
         reached = {node.attr for node in ast.walk(parsed(file)) if isinstance(node, ast.Attribute)}
         assert not reached & (inside - ours - known), file
+
+
+# --- what is replaced -------------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_what_is_replaced_is_up_to_date():
+    assert PAGE.read_text() == page(), "run `python -m tests.vllm_patches`"
+
+
+@pytest.mark.parametrize("name", sorted({name for _, patch in declared() for name in patch["of"]}))
+def test_what_is_replaced_is_there(name):
+    owner, _, attribute = name.rpartition(".")
+    found = pkgutil.resolve_name(owner)
+    assert hasattr(found, attribute) or f"self.{attribute}" in inspect.getsource(found)
+
+
+def test_all_that_is_replaced_is_declared():
+    """Functions of vLLM's to which private/ assigns, and what it gives to `replaced`."""
+    files = [file for folder in (*INSIDE, "multimodal/processing") for file in (VLLM / folder).rglob("*.py")]
+    nodes = (node for file in files for node in ast.walk(parsed(file)))
+    functions = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    for file in PRIVATE:
+        names = {name.rpartition(".")[2] for at, patch in declared() if at == file.name for name in patch["of"]}
+        for node in ast.walk(parsed(file)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "replaced":
+                assert not isinstance(node.args[1], ast.Constant) or node.args[1].value in names, ast.unparse(node)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                assert ast.unparse(node.value) == "self" or node.attr not in functions - names, ast.unparse(node)

@@ -66,13 +66,13 @@ class Patch:
 
     Attributes:
         of: the full names of what is replaced.
-        how_long: when it is replaced and restored.
+        when: since when it is replaced, and until when.
         why: what would go wrong otherwise.
         until: the change of vLLM after which it is no longer needed.
     """
 
     of: tuple[str, ...]
-    how_long: str
+    when: str
     why: str
     until: str
 

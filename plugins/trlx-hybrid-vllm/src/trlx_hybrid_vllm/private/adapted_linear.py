@@ -31,7 +31,19 @@ from vllm.platforms import current_platform
 from vllm.triton_utils import tl, triton
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from . import may_replace, replaced
+from . import Patch, may_replace, replaced
+
+PATCHES = (
+    Patch(
+        of=(
+            "vllm.model_executor.layers.linear.UnquantizedLinearMethod.create_weights",
+            "vllm.lora.model_manager.from_layer",
+        ),
+        when="while an engine with LoRA slots for one adapter is built",
+        why="For one adapter vLLM launches three kernels a layer beside the product: 1.14 of 3.56 ms of a decode step.",
+        until="vLLM computes a single adapter in the base's product",
+    ),
+)
 
 LARGEST = 64
 """The largest adapter rank for which this is used. Above it, A's rows are no longer few beside the weight's."""

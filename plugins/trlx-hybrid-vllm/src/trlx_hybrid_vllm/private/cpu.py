@@ -29,8 +29,48 @@ from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
 from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from . import replaced
+from . import Patch, replaced
 from .engine import flat
+
+PATCHES = (
+    Patch(
+        of=("vllm.v1.worker.cpu_worker.init_worker_distributed_environment", "torch.set_num_threads"),
+        when="while the CPU's worker starts",
+        why="vLLM names the memory that its ranks share alike in every job of a machine, leaves the name behind, and "
+        "replaces `torch.set_num_threads` for the whole process.",
+        until="each job's shared memory has a name of its own that is unlinked, and torch's function stays",
+    ),
+    Patch(
+        of=("vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm",),
+        when="while a model is loaded on a CPU",
+        why="Linear layers repack their weights and delete the originals, so no weight sync could write to them.",
+        until="a CPU engine can keep its weights as they were loaded",
+    ),
+    Patch(
+        of=("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.select_unquantized_moe_backend",),
+        when="while a model is loaded on a CPU",
+        why="Experts are repacked at an unchanged shape; with LoRA slots vLLM chooses Triton even on a CPU.",
+        until="a CPU engine can keep its experts as they were loaded",
+    ),
+    Patch(
+        of=("vllm.model_executor.layers.rotary_embedding.base.RotaryEmbedding.forward_cpu",),
+        when="while a model is loaded on a CPU",
+        why="The kernel turns queries that have a dimension for heads wrongly.",
+        until="the kernel takes (tokens, heads, width)",
+    ),
+    Patch(
+        of=("vllm.model_executor.layers.mamba.ops.cpu.gdn_attention.cpu_gdn_attention_core",),
+        when="while a model is loaded on a CPU",
+        why="The kernel of linear attention needs bf16.",
+        until="the kernel takes float32",
+    ),
+    Patch(
+        of=("vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward",),
+        when="as long as the engine lives, on CPUs",
+        why="It draws from torch's generator even where every request has a seed.",
+        until="it draws only for requests without a seed",
+    ),
+)
 
 IDENTITY = "VLLM_DIST_IDENT"
 """The environment variable with the prefix of vLLM's shared-memory names."""

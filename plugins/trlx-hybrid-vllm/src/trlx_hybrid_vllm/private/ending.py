@@ -24,31 +24,31 @@ if TYPE_CHECKING:
 PATCHES = (
     Patch(
         of=("vllm.v1.engine.core_client.InprocClient._finalizer",),
-        how_long="from the engine's start on",
+        when="from the engine's start on",
         why="It destroys every process group of the process, accelerate's too, when the interpreter exits.",
         until="an engine ends without the groups that it did not make",
     ),
     Patch(
         of=("vllm.device_allocator.cumem.CuMemAllocator.pointer_to_data",),
-        how_long="from the engine's end on",
+        when="from the engine's end on",
         why="vLLM unmaps memory when it is freed, also where it sleeps and is not mapped: on H200s that crashes.",
         until="vLLM frees memory that sleeps",
     ),
     Patch(
         of=("torch._dynamo.convert_frame._bytecode_hooks",),
-        how_long="from the engine's end on",
+        when="from the engine's end on",
         why="vLLM leaves hooks there that hold the model, so its memory would never be freed.",
         until="vLLM removes all hooks that it has registered",
     ),
     Patch(
         of=("vllm.compilation.caching.VllmSerializableFunction.example_inputs",),
-        how_long="from the engine's end on",
+        when="from the engine's end on",
         why="torch.compile keeps it as a global, and it holds the weights that the model was traced with.",
         until="vLLM drops the inputs of a trace once it is compiled",
     ),
     Patch(
         of=("vllm.distributed.parallel_state._WORLD", "vllm.distributed.parallel_state._NODE_COUNT"),
-        how_long="from the engine's end on",
+        when="from the engine's end on",
         why="vLLM's own shutdown destroys them together with the trainer's groups, so they are dropped one by one.",
         until="an engine ends without the groups that it did not make",
     ),

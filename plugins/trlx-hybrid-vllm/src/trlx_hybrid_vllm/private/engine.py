@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 PATCHES = (
     Patch(
         of=("vllm.v1.engine.input_processor.InputProcessor.process_inputs",),
-        how_long="as long as the engine lives",
+        when="as long as the engine lives",
         why="Custom rollouts queue requests in `LLM` themselves. These would sample from the base rather than from the "
         "adapter, or while the engine sleeps.",
         until="`LLM` takes a default `LoRARequest` and refuses requests while it sleeps",
     ),
     Patch(
         of=("vllm.multimodal.processing.processor.BaseMultiModalProcessor._apply_prompt_updates",),
-        how_long="as long as the engine lives",
+        when="as long as the engine lives",
         why="vLLM expands the image tokens of a prompt that the trainer's processor has expanded already.",
         until="vLLM takes token ids whose image tokens are expanded",
     ),
     Patch(
         of=("vllm.v1.engine.output_processor.OutputProcessor.process_outputs",),
-        how_long="as long as a remote engine lives",
+        when="as long as a remote engine lives",
         why="vLLM turns the array of ids that a token was sampled from into a list, for each token: with top-k off, "
         "that is the whole vocabulary.",
         until="vLLM hands the sampling mask over as an array",

@@ -10,6 +10,17 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from . import Patch
+
+PATCHES = (
+    Patch(
+        of=("vllm.model_executor.model_loader.dummy_loader.DummyModelLoader",),
+        when="while an engine is built, through the argument `load_format`",
+        why="It fills buffers with random numbers, too: those that vLLM computes are in no checkpoint, and stay so.",
+        until="it leaves buffers alone",
+    ),
+)
+
 
 def attention_of(config: Any) -> list[tuple[int, int]]:
     """Return for each layer its number of KV heads, and how many elements each head caches per token.

@@ -21,25 +21,25 @@ from . import Patch, replaced
 PATCHES = (
     Patch(
         of=("gc.freeze", "gc.unfreeze"),
-        how_long="while an engine starts and ends, where the heap was frozen before",
+        when="while an engine starts and ends, where the heap was frozen before",
         why="vLLM freezes and unfreezes the whole heap, and so would unfreeze what the user has frozen.",
         until="vLLM leaves a heap frozen that was frozen before it started",
     ),
     Patch(
         of=("torch.cuda.empty_cache", "torch.accelerator.empty_cache"),
-        how_long="while the engine falls asleep and wakes up",
+        when="while the engine falls asleep and wakes up",
         why="vLLM empties the cache of torch's allocator, and the next loss asks the driver for the memory again.",
         until="vLLM's sleep and wake-up can leave the allocator's cache alone",
     ),
     Patch(
         of=("vllm.config.ModelConfig.compute_hash",),
-        how_long="while an engine starts",
+        when="while an engine starts",
         why="The hash of what was compiled has the path of the model's folder in it, which is another at each start.",
         until="vLLM leaves the model's path out of the hash, or takes a name for it",
     ),
     Patch(
-        of=("classes of the trained model",),
-        how_long="while an engine starts: what vLLM has changed is undone",
+        of=("transformers.PreTrainedModel",),
+        when="while an engine starts: what vLLM has changed is undone",
         why="vLLM changes base classes and attributes of transformers' classes when it builds its own model of them.",
         until="vLLM makes subclasses of transformers' classes instead",
     ),

@@ -29,7 +29,7 @@ PATCHES = (
             "vllm.v1.worker.gpu_model_runner.GPUModelRunner.execute_model",
             "vllm.v1.sample.sampler.Sampler.sample",
         ),
-        how_long="as long as the engine lives, on CPUs, where completions name experts or the ids sampled from",
+        when="as long as the engine lives, on CPUs, where completions name experts or the ids sampled from",
         why="vLLM's older model runner returns neither.",
         until="vLLM's second model runner runs on CPUs",
     ),

@@ -20,8 +20,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import may_replace
+from . import Patch, may_replace
 from .token_logprobs import EXACT, equal_to_vllm, token_logprobs
+
+PATCHES = (
+    Patch(
+        of=(
+            "vllm.v1.worker.gpu.model_runner.GPUModelRunner.sample",
+            "vllm.v1.worker.gpu.model_runner.GPUModelRunner.postprocess_sampled",
+            "vllm.v1.worker.gpu.sample.sampler.Sampler.add_request",
+            "vllm.v1.worker.gpu.sample.sampler.Sampler.apply_staged_writes",
+        ),
+        when="as long as the engine lives, on GPUs whose layers run as graphs",
+        why="What follows the layers is launched from Python kernel by kernel, and on slow hosts the GPU waits for it.",
+        until="vLLM's CUDA graphs include sampling",
+    ),
+)
 
 PADDED = -1
 """The index of a padded row, in place of a request's index: vLLM's kernels skip such a row."""

@@ -26,6 +26,17 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
 
+from . import Patch
+
+PATCHES = (
+    Patch(
+        of=("vllm.v1.core.sched.async_scheduler.AsyncScheduler",),
+        when="as long as the engine lives, on GPUs, through the argument `scheduler_cls`",
+        why="At 256 sequences scheduling takes longer than the GPU needs for the step.",
+        until="vLLM schedules a step in which all requests decode in less time than the step takes",
+    ),
+)
+
 
 class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
     """vLLM's asynchronous scheduler, with a faster path for steps in which all requests decode.

@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 from vllm.triton_utils import tl, triton
 
-from . import may_replace, replaced
+from . import Patch, may_replace, replaced
+
+PATCHES = (
+    Patch(
+        of=("vllm.v1.worker.gpu.sample.sampler.compute_topk_scores",),
+        when="while a rollout decodes on a GPU",
+        why="The log-probs and ranks of sampled tokens take 139 µs of a decode step of 2.3 ms; nobody reads the ranks.",
+        until="vLLM's kernel splits a row, and can leave the ranks out",
+    ),
+)
 
 BLOCK = 4096
 """The number of logits that one program of the kernel reads."""

@@ -245,7 +245,7 @@ def run(tmp_path: Path, prompts: Any, started_once: None) -> Iterator[Callable[.
 @pytest.fixture
 def stock_colocate() -> Iterator[dict[str, Any]]:
     """Make TRL's own colocate path exact on a CPU, and yield further arguments of its engine, for a test to change."""
-    from trlx_hybrid_vllm.testing.stock_colocate import plain_colocate
+    from tests.support.stock_colocate import plain_colocate
 
     environment = dict(os.environ)
     with plain_colocate() as changes:

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, PrinterCallback
 from trlx_hybrid.testing.models import character_tokenizer, sorting_prompts, tiny_grpo, tiny_model
 from trlx_hybrid.testing.processes import free_port
 from trlx_hybrid_vllm.private.ending import shut_down
-from trlx_hybrid_vllm.testing.stock_colocate import plain_colocate
+
+from tests.support.stock_colocate import plain_colocate
 
 TRAINERS = {"trl": trl.GRPOTrainer, "trlx_hybrid": trlx_hybrid.GRPOTrainer}
 OWN = ("processing_class", "train_dataset", "reward_funcs", "tools")

@@ -1,1 +1,0 @@
-"""Helpers for tests: comparisons with stock TRL."""

@@ -112,7 +112,7 @@ class Stepper:
             bytes that all processes used on the device after the step.
         """
         from trlx_hybrid.policy.policy import Policy
-        from trlx_hybrid.trl.flops import model_flops, peak
+        from trlx_hybrid.trl.metrics.flops import model_flops, peak
 
         found = dict(self.spans)
         rows = [self._scale.prompt_tokens + tokens for tokens in self._lengths]

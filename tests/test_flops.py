@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 from trlx_hybrid.policy.policy import Policy
 from trlx_hybrid.testing.models import tiny_model
-from trlx_hybrid.trl.flops import PEAK, counted, model_flops, peak
+from trlx_hybrid.trl.metrics.flops import PEAK, counted, model_flops, peak
 
 ROWS, PROMPT, COMPLETION = 3, 40, 24
 LENGTH = PROMPT + COMPLETION

@@ -19,19 +19,19 @@ from trlx_hybrid.contract.protocols import Algorithm
 from trlx_hybrid.errors import HybridError
 from trlx_hybrid.own_loop.hybrid_engine import HybridEngine
 from trlx_hybrid.testing.models import character_tokenizer, sorting_prompts, tiny_grpo, tiny_model
-from trlx_hybrid.trl.checkpoint import newest_checkpoint
+from trlx_hybrid.trl.checkpoint.checkpoints import newest_checkpoint
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
 WRITERS = {
-    "the first manifest": "trlx_hybrid.trl.manifest.begin",
+    "the first manifest": "trlx_hybrid.trl.checkpoint.manifest.begin",
     "the session's state": "trlx_hybrid.session.Session.save_state",
-    "the place in the data": "trlx_hybrid.trl.data_order.DataOrder.save",
+    "the place in the data": "trlx_hybrid.trl.checkpoint.data_order.DataOrder.save",
     "the weights": "transformers.Trainer._save",
     "the optimizer": "transformers.Trainer._save_optimizer_and_scheduler",
     "the generators": "transformers.Trainer._save_rng_state",
     "the state of the trainer": "transformers.TrainerState.save_to_json",
-    "the last manifest": "trlx_hybrid.trl.manifest.end",
+    "the last manifest": "trlx_hybrid.trl.checkpoint.manifest.end",
 }
 """Who writes each part of a checkpoint."""
 

@@ -12,8 +12,8 @@ import trl
 from trlx_hybrid import GRPOTrainer
 from trlx_hybrid.config import RESUME_VARIABLE
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid.trl.checkpoint import checkpoint_to_resume, newest_checkpoint
-from trlx_hybrid.trl.run_identity import IDENTITY_FILE
+from trlx_hybrid.trl.checkpoint.checkpoints import checkpoint_to_resume, newest_checkpoint
+from trlx_hybrid.trl.checkpoint.run_identity import IDENTITY_FILE
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SAVING = {"save_strategy": "steps", "save_steps": 1}
@@ -252,7 +252,7 @@ def test_the_last_one_is_the_last_whole_one(run, saved):
 
 def test_a_save_that_was_killed_at_its_end_leaves_the_older_checkpoint(run, tmp_path, monkeypatch, capsys):
     """All but the manifest is written; with `save_total_limit=1` the older one would have gone by then."""
-    from trlx_hybrid.trl import manifest
+    from trlx_hybrid.trl.checkpoint import manifest
 
     ended, written = [], manifest.end
 
@@ -293,7 +293,7 @@ def test_a_second_process_in_the_folder_is_warned_of(run, saved, caplog):
 
 
 def test_a_large_file_is_read_at_both_ends_and_between_them(tmp_path):
-    from trlx_hybrid.trl.manifest import STRIDE, WHOLE, digest, parts
+    from trlx_hybrid.trl.checkpoint.manifest import STRIDE, WHOLE, digest, parts
 
     file = tmp_path / "large"
     size = WHOLE + 3 * STRIDE
@@ -313,7 +313,7 @@ def test_a_large_file_is_read_at_both_ends_and_between_them(tmp_path):
 
 
 def test_ranks_that_see_different_checkpoints_are_refused(saved):
-    from trlx_hybrid.trl.restart import newest_start, started
+    from trlx_hybrid.trl.checkpoint.restart import newest_start, started
 
     folder, _ = saved(max_steps=1)
     apart = SimpleNamespace(rank=0, by_first=lambda work: work(), gather=lambda own: [own, (None, None)])
@@ -338,7 +338,7 @@ def of_1000_ranks(checkpoint):
         shutil.copy(checkpoint / "rng_state.pth", checkpoint / f"rng_state_{rank}.pth")
     (checkpoint / "rng_state.pth").unlink()
     if (checkpoint / "trlx_hybrid_manifest.json").exists():
-        from trlx_hybrid.trl import manifest
+        from trlx_hybrid.trl.checkpoint import manifest
 
         manifest.end(checkpoint, manifest.read(checkpoint).run, 1000)
 

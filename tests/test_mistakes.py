@@ -20,7 +20,7 @@ from trlx_hybrid.own_loop.hybrid_engine import HybridEngine
 from trlx_hybrid.testing.chat import chat_tokenizer
 from trlx_hybrid.testing.conformance import check_algorithm
 from trlx_hybrid.testing.models import character_tokenizer, tiny_grpo, tiny_model
-from trlx_hybrid.trl.recording import RecordedBatch, Recording
+from trlx_hybrid.trl.replay.recording import RecordedBatch, Recording
 
 ENGINE = {"max_model_len": 64, "max_num_seqs": 8, "enable_sleep_mode": True}
 PROMPTS = Dataset.from_dict({"prompt": ["1 + 1 =", "2 + 30 ="] * 4})

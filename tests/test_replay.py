@@ -22,7 +22,7 @@ from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.testing.processes import rank_reports
-from trlx_hybrid.trl.recording import Recording
+from trlx_hybrid.trl.replay.recording import Recording
 
 SCRIPTS = Path(__file__).parent / "scripts"
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from trlx_hybrid import GRPOTrainer
 from trlx_hybrid.config import RESUME_VARIABLE
-from trlx_hybrid.trl.checkpoint import checkpoint_to_resume, newest_checkpoint
+from trlx_hybrid.trl.checkpoint.checkpoints import checkpoint_to_resume, newest_checkpoint
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,9 @@ import trlx_hybrid
 from peft import LoraConfig
 from transformers import TrainerCallback
 from trlx_hybrid.testing.models import tiny_model
-from trlx_hybrid.trl import agreement, step_metrics
-from trlx_hybrid.trl.flops import model_flops
+from trlx_hybrid.trl.metrics import step_metrics
+from trlx_hybrid.trl.metrics.flops import model_flops
+from trlx_hybrid.trl.scoring import agreement
 
 GRPO = trlx_hybrid.GRPOTrainer
 METERED = {"scoring": "padded"}  # TRL's own way of everything, and the metrics

@@ -11,12 +11,12 @@ from trlx_hybrid.contract.support import KeptTokens, Support, mask_words, tensor
 from trlx_hybrid.contract.types import Completion, Sampling
 from trlx_hybrid.errors import ComponentError, ConfigError
 from trlx_hybrid.rollout.turns import Supports
-from trlx_hybrid.trl import kept_log_probs, over_support
-from trlx_hybrid.trl.kept_log_probs import KeptLogProbs, Projection, scoring_over
+from trlx_hybrid.trl.scoring import kept_ids, kept_log_probs
+from trlx_hybrid.trl.scoring.kept_log_probs import KeptLogProbs, Projection, scoring_over
 
 
 @st.composite
-def kept_ids(draw):
+def masks(draw):
     """(tokens, vocabulary) bool, with at least one id for each token."""
     vocabulary, seed = draw(st.integers(1, 200)), draw(st.integers(0, 2**32 - 1))
     generator = np.random.default_rng(seed)
@@ -38,7 +38,7 @@ def listed(kept):
     return [np.flatnonzero(row).tolist() for row in kept]
 
 
-@given(kept_ids())
+@given(masks())
 def test_words_stand_for_the_ids_and_are_no_more_than_a_mask_has(kept):
     support = support_of(kept)
     assert ids_of(support) == listed(kept)
@@ -57,7 +57,7 @@ def test_a_top_50_of_a_large_vocabulary_takes_200_bytes_a_token():
     assert words_of_ids(np.arange(151_936), 151_936).nbytes == 0
 
 
-@given(kept_ids(), st.integers(0, 6), st.integers(0, 6), st.integers(0, 3))
+@given(masks(), st.integers(0, 6), st.integers(0, 6), st.integers(0, 3))
 def test_parts_are_what_the_whole_is(kept, start, end, observed):
     support, cut = support_of(kept), slice(start, max(start, end))
     assert ids_of(support[cut]) == listed(kept)[cut]
@@ -71,7 +71,7 @@ def bits(masks, vocabulary):
     return kept_log_probs._columns(masks, 0, vocabulary).numpy()
 
 
-@given(kept_ids(), st.integers(1, 3), st.integers(0, 2))
+@given(masks(), st.integers(1, 3), st.integers(0, 2))
 def test_masks_of_rows_in_a_batch_are_those_of_their_tokens(kept, prompt, more):
     vocabulary, tokens = kept.shape[1], len(kept)
     supports = [support_of(kept), support_of(kept[::-1])[: tokens - 1]]
@@ -90,7 +90,7 @@ def test_masks_of_rows_in_a_batch_are_those_of_their_tokens(kept, prompt, more):
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
-@given(kept=kept_ids())
+@given(kept=masks())
 def test_log_probs_entropies_and_gradients_are_those_of_dense_logits(kept, softcap):
     tokens, vocabulary = kept.shape
     generator = torch.Generator().manual_seed(0)
@@ -202,7 +202,7 @@ def test_settings_that_leave_ids_out_are_known(setting, name):
 
 def test_what_a_rollout_takes_is_told_and_too_much_is_refused():
     long = Sampling(max_tokens=8192, top_k=50)
-    assert "200 bytes a token at most, 0.098 GiB a rollout" in over_support.forecast(long, 64, 151_936)
-    assert "18992 bytes a token at most, in" in over_support.forecast(Sampling(max_tokens=8192, top_p=0.9), 64, 151_936)
+    assert "200 bytes a token at most, 0.098 GiB a rollout" in kept_ids.forecast(long, 64, 151_936)
+    assert "18992 bytes a token at most, in" in kept_ids.forecast(Sampling(max_tokens=8192, top_p=0.9), 64, 151_936)
     with pytest.raises(ConfigError, match=r"top_k=4000 keeps take 31.2 GiB .* Set a lower top_k"):
-        over_support.forecast(Sampling(max_tokens=8192, top_k=4000), 256, 151_936)
+        kept_ids.forecast(Sampling(max_tokens=8192, top_k=4000), 256, 151_936)

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from trl import GRPOTrainer
 from trl.chat_template_utils import get_training_chat_template, is_chat_template_prefix_preserving
 from trlx_hybrid.testing.chat import CHAT_TEMPLATES, chat_tokenizer
-from trlx_hybrid.trl.tool_calling import observer
+from trlx_hybrid.trl.generation.tool_calling import observer
 
 ANSWERS = [
     "",

@@ -11,10 +11,10 @@ import trl
 import trlx_hybrid
 from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
-from trlx_hybrid.trl import file_formats
 from trlx_hybrid.trl.borrowed import GENERATING, OWN_ENGINE
-from trlx_hybrid.trl.generation import Generation
-from trlx_hybrid.trl.kept_log_probs import _Head
+from trlx_hybrid.trl.checkpoint import file_formats
+from trlx_hybrid.trl.generation.vllm_generation import Generation
+from trlx_hybrid.trl.scoring.kept_log_probs import _Head
 from trlx_hybrid.trl.stock import StockTrainer
 from trlx_hybrid.trl.trainer import HybridTrainer
 

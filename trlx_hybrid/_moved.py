@@ -43,6 +43,7 @@ NAMES = {
     "serving": "contract.serving",
     "support": "contract.support",
     "train": "commands.train",
+    "trl.recording": "trl.replay.recording",
     "trl.routing": "routing",
     "types": "contract.types",
     "variables": "interprocess.environment_variables",

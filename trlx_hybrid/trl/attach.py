@@ -23,7 +23,6 @@ from ..policy.policy import Policy, transformers_model
 from ..policy.positions import Positions
 from ..routing import RouterReplay
 from ..session import Session
-from . import over_support, tool_calling
 from .arguments import (
     check_skipped,
     environment_arguments,
@@ -35,20 +34,22 @@ from .arguments import (
     trainer_arguments,
 )
 from .borrowed import BORROWED, GENERATING, SCORED_BESIDE
-from .checkpoint import Checkpoints
-from .data_order import DataOrder
-from .generation import Generation
-from .prompts import refuse_missing_prompts
-from .recording import Recording
-from .reference import reference_of_active, refuse_tied_token_rows
+from .checkpoint.checkpoints import Checkpoints
+from .checkpoint.data_order import DataOrder
+from .generation import tool_calling
+from .generation.prompts import refuse_missing_prompts
+from .generation.truncation_rule import BY_TOKEN, MASKS, rule_of
+from .generation.vllm_generation import Generation
+from .metrics.session_metrics import SessionMetrics
+from .metrics.step_metrics import StepMetrics
 from .refusals import DEFERRED, KEPT_IDS, OTHER_PROMPTS, ROUTER_REPLAY, SCORER, SCORING, Facts, overriding
-from .replay import Recorder, Replay
+from .replay.recording import Recording
+from .replay.replay import Recorder, Replay
 from .rewards import HOOK, refuse_missing_package, refuse_other_arguments
-from .session_metrics import SessionMetrics
+from .scoring import kept_ids
+from .scoring.reference import reference_of_active, refuse_tied_token_rows
 from .state import RunState
-from .step_metrics import StepMetrics
 from .stock import StockTrainer
-from .truncation_rule import BY_TOKEN, MASKS, rule_of
 
 STOCK = select(HybridConfig(), TrainerArguments(engine_options={}), Host().registry)
 """The selection of a trainer for which nothing is chosen."""
@@ -262,7 +263,7 @@ def _kept_ids(trainer: StockTrainer, chosen: Chosen, sampling: Sampling) -> tupl
     """
     selection, replays = chosen.selection, chosen.replayed is not None
     corrected = getattr(trainer, "vllm_importance_sampling_correction", False)
-    recorded = bool((chosen.facts or {}).get(over_support.FACT))
+    recorded = bool((chosen.facts or {}).get(kept_ids.FACT))
     if trainer._base_name != "GRPO" or not corrected or (replays and not recorded) or (selection.stock and not replays):
         return False, None, None
     setting, reason = sampling.truncated_by(), KEPT_IDS.refused(Facts.of(trainer, selection, recorded))
@@ -271,11 +272,11 @@ def _kept_ids(trainer: StockTrainer, chosen: Chosen, sampling: Sampling) -> tupl
     if reason is None:
         size = trainer.args.generation_batch_size // trainer.accelerator.num_processes
         vocabulary = trainer.model.config.get_text_config().vocab_size
-        return True, setting, over_support.forecast(sampling, size, vocabulary)
+        return True, setting, kept_ids.forecast(sampling, size, vocabulary)
     if recorded:
         raise ConfigError(f"The recording was scored over the ids that {setting} kept, and {reason}. Leave it out.")
     told = f"{setting} leaves ids out, and {reason}: long completions will count for almost nothing"
-    return False, None, f"importance sampling: {told}. {over_support.WAY_OUT}"
+    return False, None, f"importance sampling: {told}. {kept_ids.WAY_OUT}"
 
 
 def _check_algorithms(trainer: StockTrainer, config: HybridConfig) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, RewardError
-from .resampling import sampled_groups
+from .generation.resampling import sampled_groups
 
 if TYPE_CHECKING:
     from ..session import Session

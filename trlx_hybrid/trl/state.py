@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..episodes.unparsed import UnparsedTurns
-from .checkpoint import Checkpoints
-from .data_order import DataOrder
-from .deferred import DeferredLogProbs
-from .joined import JoinedPass
-from .replay import Recorder, Replay
-from .session_metrics import SessionMetrics
-from .step_metrics import StepMetrics
+from .checkpoint.checkpoints import Checkpoints
+from .checkpoint.data_order import DataOrder
+from .metrics.session_metrics import SessionMetrics
+from .metrics.step_metrics import StepMetrics
+from .replay.replay import Recorder, Replay
+from .scoring.deferred import DeferredLogProbs
+from .scoring.joined import JoinedPass
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -33,22 +33,24 @@ from ..policy.adapters import adapters_kept
 from ..policy.precision import autocast_dtype
 from ..routing import EXPERTS
 from ..session import Session
-from . import agreement, attach, loss, over_support, resampling, rewards, tool_calling, trl_rewards, truncation
-from .adapter_checkpoints import load_adapters, load_default
+from . import attach, rewards
 from .arguments import refuse_unknown, suggesting
 from .borrowed import GENERATING, OWN_ENGINE
-from .checkpoint import all_adapters
-from .deferred import NUMBER, defers, reads_old
-from .divergence import leave_out_unscored
-from .early_rewards import begun_early
-from .generation import trajectories_of
-from .prompts import reset_that_failed
-from .reference import check_reference, is_policy
+from .checkpoint.adapters import load_adapters, load_default
+from .checkpoint.checkpoints import all_adapters
+from .generation import resampling, tool_calling, truncation, unseen_parts
+from .generation.early_rewards import begun_early
+from .generation.prompts import reset_that_failed
+from .generation.truncation_rule import MASKS
+from .generation.vllm_generation import trajectories_of
 from .refusals import SCORING
-from .scoring import ScoringCall, kept_in_rollout, rollout_experts
+from .scoring import agreement, kept_ids, loss
+from .scoring.deferred import NUMBER, defers, reads_old
+from .scoring.divergence import leave_out_unscored
+from .scoring.reference import check_reference, is_policy
+from .scoring.scoring_call import ScoringCall, kept_in_rollout, rollout_experts
 from .state import Batch, MicroBatch, RunState, Window
 from .stock import StockTrainer
-from .truncation_rule import MASKS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -403,11 +405,11 @@ class HybridTrainer(Base):
             batch.generated = tool_calling.with_images(self, super()._generate(prompts))
         truncation.note_truncated(self, run)
         if batch.scored and run.left_out_by is not None:
-            batch.supports = over_support.rows_of(self, batch.generated)
+            batch.supports = kept_ids.rows_of(self, batch.generated)
         if not self._sampled_before and not stock and session.ranks.rank == 0:
             functions, tools = getattr(self, "reward_funcs", ()), bool(getattr(self, "tools", None))
             parse = run.borrowed.parse_response
-            trl_rewards.warn(functions, batch.generated[0], self.processing_class, parse, tools)
+            unseen_parts.warn(functions, batch.generated[0], self.processing_class, parse, tools)
         self._sampled_before = True
         return batch.generated
 

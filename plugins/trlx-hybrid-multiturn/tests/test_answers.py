@@ -16,7 +16,7 @@ from trl.chat_template_utils import (
     supports_tool_calling,
 )
 from trlx_hybrid.contract.conversation import Conversation, Dialogue
-from trlx_hybrid.trl.tool_calling import observer
+from trlx_hybrid.trl.generation.tool_calling import observer
 from trlx_hybrid_multiturn.loop import Loop
 from trlx_hybrid_multiturn.options import MultiTurnOptions
 from trlx_hybrid_multiturn.tool_calls import run_calls

@@ -11,7 +11,7 @@ from trlx_hybrid.contract.conversation import Dialogue, Limits
 from trlx_hybrid.contract.types import Completion, Request
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.testing.chat import chat_tokenizer
-from trlx_hybrid.trl.tool_calling import observer
+from trlx_hybrid.trl.generation.tool_calling import observer
 from trlx_hybrid_multiturn.multi_turn import MultiTurn
 from trlx_hybrid_multiturn.options import MultiTurnOptions
 

@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import SCRIPTS, Segments, launch, nothing_left, reports, without_ray
-from trlx_hybrid.trl.checkpoint import newest_checkpoint
+from trlx_hybrid.trl.checkpoint.checkpoints import newest_checkpoint
 
 from tests.support.fsdp import FSDP2_FILE
 

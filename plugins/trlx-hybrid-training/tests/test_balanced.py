@@ -8,7 +8,7 @@ import trlx_hybrid
 from trl import RLOOConfig
 from trlx_hybrid.errors import ComponentError
 from trlx_hybrid.testing.models import tiny_model
-from trlx_hybrid.trl.micro_batches import regrouped
+from trlx_hybrid.trl.scoring.micro_batches import regrouped
 
 sys.path.insert(0, str(Path(__file__).parent))
 from scripted import STEPS, difference, lora
@@ -40,7 +40,7 @@ BOUND_TOGETHER = {
 @pytest.fixture
 def regroupings(monkeypatch):
     """What was put where."""
-    from trlx_hybrid.trl import asked_scoring
+    from trlx_hybrid.trl.scoring import component
 
     seen = []
 
@@ -49,7 +49,7 @@ def regroupings(monkeypatch):
         seen.append([sum(tokens[row] for row in group) for group in groups])
         return regrouped(micro_batches, groups, by)
 
-    monkeypatch.setattr(asked_scoring, "regrouped", watching)
+    monkeypatch.setattr(component, "regrouped", watching)
     return seen
 
 

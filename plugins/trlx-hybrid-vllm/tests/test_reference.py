@@ -9,7 +9,7 @@ import trlx_hybrid
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import TrainerCallback
 from trlx_hybrid.testing.models import tiny_model
-from trlx_hybrid.trl.reference import parameters_apart
+from trlx_hybrid.trl.scoring.reference import parameters_apart
 
 ADAPTER = {"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
 

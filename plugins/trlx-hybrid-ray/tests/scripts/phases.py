@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from trlx_hybrid.trl.checkpoint import checkpoint_to_resume
+from trlx_hybrid.trl.checkpoint.checkpoints import checkpoint_to_resume
 
 OUT = Path(sys.argv[1])
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

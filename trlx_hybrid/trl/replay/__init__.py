@@ -1,0 +1,1 @@
+"""Recording of a run's batches, and replay of them in another run."""

@@ -1,0 +1,117 @@
+"""The comparison of the engine's log-probs with the trainer's, and the one row that is scored alone for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..refusals import SCORER, overriding
+from . import shape
+
+if TYPE_CHECKING:
+    from ..state import RunState
+    from ..stock import StockTrainer
+
+
+def own_log_probs(trainer: StockTrainer) -> bool:
+    """Return whether a user's `rollout_func` samples the tokens and returns their log-probs."""
+    custom = getattr(trainer, "rollout_func", None)
+    return custom is not None and not getattr(custom, "samples_from_session", False)
+
+
+def check(trainer: StockTrainer, run: RunState, batch: Mapping[str, Any], whole: Mapping[str, Any]) -> None:
+    """Compare the engine's log-probs with the trainer's, and raise if they differ by more than rounding; if a user's
+    `rollout_func` returned them, only warn. Does nothing unless the batch has both. Collective.
+
+    Args:
+        batch: this rank's rows, as TRL trains on them.
+        whole: rows of the batch with everything needed to score them again.
+
+    Raises:
+        SyncError: engine and trainer differ.
+    """
+    session = run.session
+    if session.selection.stock or not {shape.OLD, shape.SAMPLED} <= batch.keys():
+        return
+    source = session.sampler.source
+    session.versions.check_batch(
+        session.live_engine,
+        batch[shape.SAMPLED],
+        batch[shape.OLD],
+        batch["completion_mask"] * batch.get("tool_mask", 1),
+        batch["completion_ids"],
+        temperature=trainer.temperature,
+        step=session.step,
+        own_sampler=own_log_probs(trainer),
+        over_support=run.left_out_by is not None,
+        rollout=source if source is not None and source.slot == "rollout" else None,
+        again=_again(trainer, run, whole) if _comparable(trainer, run, whole) else None,
+    )
+
+
+def note(trainer: StockTrainer, run: RunState, micro_batch: dict[str, Any]) -> None:
+    """Schedule the first row of a rollout's first micro-batch to be scored once more alone, which shows how far
+    log-probs depend on the micro-batch's shape (shape.py). Done once every `shape.EVERY` steps."""
+    sampled_at, run.sampled_at = run.sampled_at, None
+    if sampled_at is None or run.session.weight_version != sampled_at or not trainer.model.training:
+        return
+    if run.session.step % shape.EVERY == 0 and _comparable(trainer, run, micro_batch):
+        run.window.to_measure = micro_batch
+
+
+def measure(trainer: StockTrainer, run: RunState, micro_batch: Mapping[str, Any]) -> None:
+    """Score the first row of a micro-batch alone, and log how far its log-probs differ from those in the micro-batch.
+    Collective."""
+    one = shape.alone(micro_batch, 0)
+    found = shape.parts(one, _scored_alone(trainer, run, one))
+    shape.log(trainer._metrics["train"], trainer.accelerator.gather(found[None]))
+
+
+def _comparable(trainer: StockTrainer, run: RunState, batch: Mapping[str, Any]) -> bool:
+    """Return whether single rows of a batch can be scored once more alone, and whether trainer and engine should then
+    agree up to rounding."""
+    session, replayed = run.session, None if run.replay is None else run.replay.facts
+    return (
+        (not session.selection.stock or replayed is not None)
+        and not shape.switched_off(session.config.max_logprob_gap, replayed)
+        and not own_log_probs(trainer)
+        and shape.measurable(batch)
+        and not trainer.is_deepspeed_enabled  # its backward pass also takes the optimizer step
+        and overriding(trainer, SCORER) is None
+        and session.versions.incomparable(trainer.temperature, run.left_out_by is not None) is None
+    )
+
+
+def _again(
+    trainer: StockTrainer, run: RunState, batch: Mapping[str, Any]
+) -> Callable[[tuple[float, float]], str | None]:
+    """Return a function that `WeightVersions.check_batch` calls where log-probs of engine and trainer differ too much.
+    It takes the allowed differences, scores the row that differs most alone, and returns a text if the micro-batch's
+    shape is the cause, or None.
+
+    Args:
+        batch: this rank's rows.
+    """
+
+    def again(allowed: tuple[float, float]) -> str | None:
+        row = shape.furthest(batch, allowed[0])
+        one = shape.alone(batch, row)
+        return shape.fault(one, _scored_alone(trainer, run, one), row, allowed)
+
+    return again
+
+
+def _scored_alone(trainer: StockTrainer, run: RunState, one: dict[str, Any]) -> Tensor:
+    """Score one row, given as a batch of its own, without gradients, and return its log-probs, (1, T). Collective."""
+    ids = torch.cat([one["prompt_ids"], one["completion_ids"]], dim=1)
+    mask, length = torch.cat([one["prompt_mask"], one["completion_mask"]], dim=1), one["completion_ids"].shape[1]
+    with run.scoring_alone(one), torch.no_grad(), run.borrowed.without_checkpointing(trainer):
+        scored = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, length, batch_size=1)
+    if run.session.router_replay is not None:
+        run.session.router_replay.difference()  # these tokens were counted before
+    run.session.policy.reshard()  # clipping comes next, and needs the shards' gradients
+    found: Tensor = scored[0]
+    return found

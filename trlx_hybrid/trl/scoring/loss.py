@@ -1,0 +1,136 @@
+"""A micro-batch on its way to its loss: rows moved between micro-batches, terms that algorithms add, and TRL's metrics
+of the micro-batches that it drew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ...errors import ComponentError
+from ..metrics.step_metrics import in_step_time
+from ..refusals import LOSS, REGROUPED, SCORER, Facts, overriding
+from ..state import MicroBatch
+from . import agreement, component, micro_batches
+
+if TYPE_CHECKING:
+    from ..state import RunState
+    from ..stock import Rows, StockTrainer
+
+
+def in_one_step(trainer: StockTrainer, run: RunState) -> bool:
+    """Return whether the optimizer step that runs now is going to use all micro-batches of the rollout that begins."""
+    needed = run.window.done + int(trainer.args.steps_per_generation)
+    return needed <= trainer.current_gradient_accumulation_steps
+
+
+def regrouped(trainer: StockTrainer, run: RunState, drawn: Rows) -> Rows:
+    """Return a rollout's rows in other micro-batches than TRL has drawn, where the scoring component balances them;
+    else as they are.
+
+    Args:
+        drawn: the micro-batches that TRL has drawn.
+    """
+    if len(drawn) == 1 or not run.session.scoring.balanced:
+        return drawn
+    images = any(isinstance(value, list) for value in drawn[0].values())  # images do not have one entry per row
+    if images or REGROUPED.refused(Facts(trainer)) is not None or not in_one_step(trainer, run):
+        return drawn
+    micro_batches.number(drawn)
+    tokens = torch.cat([(micro["prompt_mask"].sum(1) + micro["completion_mask"].sum(1)) for micro in drawn])
+    prompts = torch.cat([micro["prompt_ids"].masked_fill(micro["prompt_mask"] == 0, -1) for micro in drawn])
+    return component.grouped(run.session, drawn, prompts, tokens.tolist())
+
+
+def with_terms(trainer: StockTrainer, run: RunState, loss: Any, micro_batch: MicroBatch) -> Any:
+    """Return a micro-batch's loss with the terms that the run's algorithms add, divided by the number of accumulation
+    steps as TRL's own loss is. Logs each term. Collective."""
+    if micro_batch.scores is None:
+        return loss
+    run.terms_added = True
+    terms = run.session.algorithms.loss(micro_batch.scores, micro_batch.inputs)
+    none = torch.zeros((), device=micro_batch.scores.log_probs.device)
+    added = [none if term is None else term for term in terms.values()]
+    values = trainer.accelerator.gather(torch.stack([term.detach().float() for term in added])[None]).mean(0)
+    for name, value in zip(terms, values.tolist(), strict=True):
+        trainer._metrics["train"][f"hybrid/loss/{name}"].append(value)
+    return loss + torch.stack(added).sum() / trainer.current_gradient_accumulation_steps
+
+
+@torch.no_grad()
+def log_as_drawn(
+    trainer: StockTrainer, run: RunState, micro_batch: MicroBatch, compute: Callable[[dict[str, Any]], Any]
+) -> None:
+    """Compute TRL's metrics again for the micro-batches that TRL drew, from stored scores. Called after each loss; does
+    something only after the last micro-batch of a rollout whose rows were regrouped. Collective.
+
+    Args:
+        compute: TRL's `_compute_loss` of a micro-batch.
+    """
+    computed = trainer._buffered_inputs or []
+    if micro_batches.ROW not in micro_batch.inputs or trainer._step % len(computed) != len(computed) - 1:
+        return
+    metrics = trainer._metrics["train"]
+    drawn, lengths = micro_batches.as_drawn(computed), {name: len(values) for name, values in metrics.items()}
+    for inputs in drawn:
+        run.micro_batch = MicroBatch(inputs, logs_again=True)
+        compute(inputs)
+    run.micro_batch = micro_batch
+    micro_batches.replace_last(metrics, lengths, len(drawn))
+
+
+def end_micro_batch(trainer: StockTrainer, run: RunState) -> None:
+    """End a training step: run the shared backward pass after the last of several micro-batches that were scored in one
+    forward pass, and the measurement of a row alone once no pass is open. Collective.
+
+    Raises:
+        ComponentError: an algorithm's term was not added, since a user's class computes the loss.
+    """
+    adds, window = run.session.algorithms.loss_terms_by, run.window
+    if adds is not None and not run.terms_added:
+        own = overriding(trainer, SCORER, *LOSS) or "the trainer"
+        raise ComponentError(
+            f"HybridConfig.algorithm: {adds!r} adds to the loss, and {own} computes it without TRL's {SCORER}. Leave "
+            "the algorithm out."
+        )
+    if (joined := window.joined) is not None and joined.taken:
+        window.joined = None
+        with in_step_time(trainer):
+            joined.backward()
+    if (measured := window.to_measure) is not None and window.joined is None:
+        window.to_measure = None
+        with in_step_time(trainer):
+            agreement.measure(trainer, run, measured)
+
+
+@contextmanager
+def in_training(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Return a context in which the first call of `model.train()` does nothing if all modules are in training mode
+    already.
+
+    transformers calls `model.train()` for each micro-batch, which takes 10 ms for adapters in 28 layers. After that
+    call, the model has its own method again, so that it can be copied, for example.
+
+    Args:
+        modules: all modules inside the model, except those that wrap it.
+    """
+    stock, own = model.train, vars(model).get("train")
+
+    def put_back() -> None:
+        vars(model).pop("train", None)
+        if own is not None:
+            vars(model)["train"] = own
+
+    def train(mode: bool = True) -> nn.Module:
+        put_back()
+        already = mode and model.training and all(module.training for module in modules)
+        return model if already else stock(mode)
+
+    vars(model)["train"] = train
+    try:
+        yield
+    finally:
+        put_back()

@@ -1,0 +1,308 @@
+"""The trainer's per-token log-probs, computed by the run's scoring component instead of TRL's own method.
+
+A call goes straight through: the rows that TRL gives, with the experts and kept ids that they were sampled with; the
+component, which scores them alone or together with the micro-batches that follow; their scores; and what the run keeps
+of these.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...blame import called_back
+from ...contract.protocols import Rows, Scores
+from ...contract.support import BOUNDS, WORDS, KeptTokens, tensors_of
+from ...errors import ComponentError
+from ...policy.policy import transformers_model
+from ...routing import DIFFERENCE, EXPERTS, aligned, experts_of
+from ..generation.truncation import attended
+from ..refusals import LOSS, overriding
+from . import agreement, component, kept_ids, micro_batches
+from .deferred import NUMBER
+from .joined import WIDE, JoinedPass, joinable, tokens_of
+from .kept_log_probs import scoring_over
+from .reference import activate_copies
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..state import Batch, RunState
+    from ..stock import StockTrainer
+
+IGNORED = -100
+"""The label of positions that are not scored, such as prompts and padding."""
+
+
+def rollout_experts(run: RunState, prompt_mask: Tensor, completion_length: int) -> Tensor:
+    """Return the experts that the engine routed the rollout's tokens to, in TRL's token positions, see
+    `routing.aligned`.
+
+    Args:
+        prompt_mask: (B, P).
+        completion_length: T.
+    """
+    return aligned(run.session.experts, prompt_mask, prompt_mask.shape[1] + completion_length)
+
+
+def kept_in_rollout(batch: Batch, completion_length: int) -> dict[str, Tensor]:
+    """Return the supports of the rollout that is being scored (for each token, the ids that it was sampled from) as
+    tensors to be added to the batch; an empty dict where log-probs are over all ids."""
+    if batch.supports is None:
+        return {}
+    if batch.kept is None:
+        batch.kept = tensors_of(batch.supports, completion_length)
+    return batch.kept
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ScoringCall:
+    """One call of TRL's `_get_per_token_logps_and_entropies`: B rows of P prompt and T completion positions.
+
+    Attributes:
+        stock: TRL's own method.
+        model: the model that scores, as TRL passes it: the policy, or the reference model.
+        input_ids, attention_mask: (B, P + T) int64.
+        completion_length: T.
+        at_once: rows that TRL scores in one forward pass; None for all of them.
+        entropies, router_loss: whether TRL wants the entropies, and the loss that balances experts.
+        images: image tensors by name, as TRL passes them.
+        experts: the experts that compute the rows' tokens, see `Rows.experts`; found by the call.
+        kept: the ids from which the rows' tokens were sampled, see `Rows.support`; found by the call.
+        masses: for each forward pass over kept ids, (2,): the sum of the logarithms of their probability in the whole
+            distribution, and the number of tokens.
+    """
+
+    trainer: StockTrainer
+    run: RunState
+    stock: Callable[..., Any]
+    model: Any
+    input_ids: Tensor
+    attention_mask: Tensor
+    completion_length: int
+    at_once: int | None
+    entropies: bool
+    router_loss: bool
+    images: dict[str, Any]
+    experts: Tensor | None = None
+    kept: KeptTokens | None = None
+    masses: list[Tensor] = field(default_factory=list)
+
+    def scores(self) -> Scores:
+        """Compute the rows' scores, and keep what the run needs of them. Collective."""
+        run, micro_batch = self.run, self.run.micro_batch
+        if micro_batch is not None and micro_batch.logs_again:
+            return micro_batches.kept(micro_batch.inputs)
+        of_old = False
+        if not run.generating:  # else a user's rollout scores other rows than the batch's
+            skipped, run.batch.skips_old = run.batch.skips_old, False
+            of_old, run.batch.scores_old = run.batch.scores_old, False
+            if skipped:
+                shape = len(self.input_ids), self.completion_length
+                return Scores(torch.zeros(shape, device=self.input_ids.device), None, None)
+        self.attention_mask = attended(run.batch, self.attention_mask, self.completion_length)
+        activate_copies(run.session.policy.module)
+        self.experts, self.kept = self._experts(of_old), self._kept()
+        rows = self._rows()
+        scores = self._scored_together(rows) or component.scored(run.session, rows, self.entropies)
+        self._keep(scores)
+        return scores
+
+    # --- rows -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _of_reference(self) -> bool:
+        """True where a reference model scores, which is a model of its own."""
+        return self.model is self.trainer.ref_model
+
+    def _rows(self) -> Rows:
+        """Return the call's rows in the form in which a scoring component takes them."""
+        given = self.input_ids, self.attention_mask, self.at_once, self.experts, self.kept
+        reference = self._of_reference and self.trainer.accelerator.unwrap_model(self.model)
+        return Rows(
+            model=transformers_model(reference) if reference else self.run.session.policy.base,
+            input_ids=self.input_ids,
+            attention_mask=self.attention_mask,
+            completion_length=self.completion_length,
+            at_once=self.at_once or len(self.input_ids),
+            router_loss=self.router_loss,
+            padded=functools.partial(self._padded, *given),
+            forward=self._forward,
+            experts=self.experts,
+            support=self.kept,
+        )
+
+    def _experts(self, of_old: bool) -> Tensor | None:
+        """Return the experts that the rows were routed to when they were sampled, (B, P + T, layers, experts per
+        token); None where the model chooses."""
+        run = self.run
+        if run.session.router_replay is not None and run.micro_batch is not None and not self._of_reference:
+            return experts_of(run.micro_batch.inputs)
+        if of_old:
+            return rollout_experts(run, self.attention_mask[:, : -self.completion_length], self.completion_length)
+        return None
+
+    def _kept(self) -> KeptTokens | None:
+        """Return the ids that the rows' tokens were sampled from; None where log-probs are over all ids.
+
+        Raises:
+            ConfigError: the micro-batch should say which ids were kept, and does not.
+            ComponentError: other rows are scored than those whose kept ids are known.
+        """
+        run, batch = self.run, dict[str, Any]()
+        if run.micro_batch is not None:
+            batch = run.micro_batch.inputs
+            if run.left_out_by is not None:
+                kept_ids.require(batch, run.left_out_by)
+        elif not run.generating:
+            batch = kept_in_rollout(run.batch, self.completion_length)
+        if WORDS not in batch:
+            return None
+        if len(batch[WORDS]) != len(self.input_ids):
+            raise ComponentError(
+                f"{len(self.input_ids)} rows are scored, and the ids that were kept are known of {len(batch[WORDS])}. "
+                f"{kept_ids.WAY_OUT}"
+            )
+        vocabulary = run.session.policy.base.config.get_text_config().vocab_size
+        return KeptTokens.of(batch, self.input_ids.shape[1] - self.completion_length, vocabulary)
+
+    # --- forward passes, called by the component --------------------------------------------------------------------
+
+    def _padded(
+        self, ids: Tensor, mask: Tensor, at_once: int | None, experts: Tensor | None, kept: KeptTokens | None
+    ) -> Scores:
+        """Score rows with TRL's own method, see `Rows.padded`."""
+        self._count(ids)
+        scored = completions_of(mask, self.completion_length)[:, :-1]
+        over = scoring_over(kept and kept.but_last(), scored, self.masses, self.run.borrowed.head)
+        with called_back(), self._replaying(experts), over:
+            wanted = self.entropies, self.router_loss
+            return Scores(*self.stock(self.model, ids, mask, self.completion_length, at_once, *wanted, **self.images))
+
+    def _forward(
+        self, labels: Tensor, experts: Tensor | None = None, support: KeptTokens | None = None, **inputs: Any
+    ) -> Scores:
+        """Score tokens in the component's own layout, see `Rows.forward`."""
+        self._count(labels)
+        name = self.run.session.selection.scoring.component.name
+        if self.experts is not None and experts is None:
+            raise ComponentError(f"scoring {name!r} leaves out the experts of its rows: set router_replay=False.")
+        if self.kept is not None and support is None:
+            raise ComponentError(f"scoring {name!r} leaves out the support of its rows. {kept_ids.WAY_OUT}")
+        if self.router_loss:
+            inputs["output_router_logits"] = True
+        over = scoring_over(support, labels != IGNORED, self.masses, self.run.borrowed.head)
+        with called_back(), self._replaying(experts), over, self.trainer.accelerator.autocast():
+            outputs = self.model(**inputs, shift_labels=labels, fused_lm_head=True)
+        entropies = outputs.entropy if self.entropies else None
+        return Scores(outputs.log_probs, entropies, outputs.aux_loss if self.router_loss else None)
+
+    def _count(self, tokens: Tensor) -> None:
+        if self.run.steps is not None and torch.is_grad_enabled():
+            self.run.steps.loss_tokens += tokens.numel()
+
+    def _replaying(self, experts: Tensor | None) -> AbstractContextManager[None]:
+        replay = self.run.session.router_replay
+        return nullcontext() if replay is None or experts is None else replay.replaying(experts)
+
+    # --- one pass for several micro-batches -------------------------------------------------------------------------
+
+    def _scored_together(self, rows: Rows) -> Scores | None:
+        """Return the scores of the current micro-batch, computed in one pass with the micro-batches that follow; None
+        where the micro-batch has a pass of its own. Collective."""
+        run, session, window = self.run, self.run.session, self.run.window
+        pictured = any(value is not None for value in self.images.values())
+        if run.micro_batch is None or self._of_reference or self.router_loss or pictured:
+            return None
+        trains = torch.is_grad_enabled() and self.trainer.model.training and session.scoring.joins
+        if not trains or overriding(self.trainer, "training_step", *LOSS) is not None:
+            return None
+        micro_batch = run.micro_batch.inputs
+        if window.joined is None:
+            ahead = joinable(self.trainer, micro_batch, window.done)
+            count = component.joined(session, tokens_of(ahead))
+            if count == 1:
+                return None
+            every = self._together(rows, ahead[:count])
+            window.joined = JoinedPass(component.scored(session, every, self.entropies), ahead[:count])
+        return window.joined.take(micro_batch)
+
+    def _together(self, rows: Rows, ahead: list[dict[str, Any]]) -> Rows:
+        """Return the rows of several micro-batches as those of one call. TRL's method scores all of them at once, so
+        that sharded ranks run equally many forward passes."""
+
+        def joined(name: str) -> Tensor:
+            return torch.cat([micro[name] for micro in ahead])
+
+        prompts, prompt_mask, completions, mask = map(joined, WIDE)
+        ids, attention = torch.cat([prompts, completions], dim=1), torch.cat([prompt_mask, mask], dim=1)
+        experts, kept = None if self.experts is None else joined(EXPERTS), self.kept
+        if kept is not None:
+            tensors = {name: joined(name) for name in (WORDS, BOUNDS)}
+            kept = KeptTokens.of(tensors, prompts.shape[1], kept.vocabulary)
+        return replace(
+            rows,
+            input_ids=ids,
+            attention_mask=attention,
+            at_once=len(ids),
+            experts=experts,
+            support=kept,
+            padded=functools.partial(self._padded, ids, attention, None, experts, kept),
+        )
+
+    # --- what the run keeps -----------------------------------------------------------------------------------------
+
+    def _keep(self, scores: Scores) -> None:
+        """Keep what the run needs of a micro-batch's scores: old log-probs that were still to come, copies for TRL's
+        metrics, the scores themselves for an algorithm's terms of the loss; and log what differs from the engine.
+        Collective."""
+        run, trainer, micro_batch = self.run, self.trainer, self.run.micro_batch
+        if micro_batch is None:
+            return
+        if NUMBER in micro_batch.inputs:
+            whole = run.deferred.fill(trainer, micro_batch.inputs, scores.log_probs.detach())
+            if whole is not None:
+                agreement.check(trainer, run, whole, micro_batch.inputs)
+        if not self._of_reference:
+            micro_batches.keep(micro_batch.inputs, scores)
+        if self.experts is not None and not micro_batch.alone:
+            self._log_difference()
+        if self.kept is not None and not micro_batch.alone:
+            self._log_truncation()
+        adds = trainer.model.training and run.session.algorithms.loss_terms_by is not None
+        if adds and micro_batch.scores is None and not self._of_reference and torch.is_grad_enabled():
+            micro_batch.scores = scores
+
+    def _log(self, name: str, counts: Tensor) -> None:
+        """Log the quotient of two sums over all ranks. Collective.
+
+        Args:
+            counts: (2,), this rank's parts of both sums.
+        """
+        above, below = self.trainer.accelerator.gather(counts).view(-1, 2).sum(0).tolist()
+        mode = "train" if self.trainer.model.training else "eval"
+        self.trainer._metrics[mode][name].append(above / max(below, 1))
+
+    def _log_difference(self) -> None:
+        """Log the share of the trainer's own choices of experts that differ from the engine's. Collective."""
+        assert self.run.session.router_replay is not None
+        counts = self.run.session.router_replay.difference()
+        if len(counts):  # else an earlier micro-batch's pass computed this one's rows
+            self._log(DIFFERENCE, counts)
+
+    def _log_truncation(self) -> None:
+        """Log the mean logarithm of the probability that the kept ids have in the whole distribution. Collective."""
+        if self.masses:  # else an earlier micro-batch's pass computed this one's rows
+            self._log(kept_ids.TRUNCATION, torch.stack(self.masses).sum(0))
+
+
+def completions_of(attention_mask: Tensor, completion_length: int) -> Tensor:
+    """Return a (B, P + C) bool mask of the positions right before those completion tokens that are attended to."""
+    scored = torch.zeros_like(attention_mask, dtype=torch.bool)
+    scored[:, -completion_length - 1 : -1] = attention_mask[:, -completion_length:] != 0
+    return scored

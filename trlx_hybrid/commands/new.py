@@ -99,9 +99,14 @@ def add_command(commands: Any) -> None:
         "new",
         help="write a plugin to begin from, with tests that pass",
         description="Write a plugin to begin from: a package, its tests on trlx_hybrid.testing.conformance, and CI.",
+        epilog="kinds, and what the written plugin is:\n"
+        + "\n".join(f"  {kind:<12} {chosen.summary}" for kind, chosen in KINDS.items())
+        + "\n\nexample: trlx-hybrid new length_bonus --kind advantages\n"
+        'Other parts (rewards, chat templates, metrics): the page "Where to add", docs/where-to-add.md.',
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument("name", metavar="NAME", help="of the plugin, e.g. length_bonus")
-    command.add_argument("--kind", required=True, choices=sorted(KINDS), help="what it is")
+    command.add_argument("name", metavar="NAME", help="name of the plugin, by which users choose it")
+    command.add_argument("--kind", metavar="KIND", required=True, choices=sorted(KINDS), help="what it is, see below")
     command.add_argument("--to", metavar="FOLDER", type=Path, help="where to write it (default: ./trlx-NAME)")
     command.set_defaults(run=run)
 
@@ -110,6 +115,7 @@ def run(options: argparse.Namespace) -> int:
     """Write the plugin that the command's options ask for, print what to do next, and return the exit status."""
     folder = write(options.name, options.kind, options.to)
     print(f"wrote {folder}\nnext: cd {shlex.quote(str(folder))} && pip install -e '.[test]' && pytest")
+    print("then: change it from there, test by test")
     return 0
 
 

@@ -31,9 +31,9 @@ def add_command(commands: Any) -> None:
     """
     parser = commands.add_parser(
         "train",
-        help="train as a recipe says, a YAML file",
+        help="train from a recipe, a YAML file",
         usage="%(prog)s [-h] RECIPE [--SETTING VALUE ...]",
-        description="Train as a recipe says, a YAML file. Every setting is a flag as well, and the flag wins: "
+        description="Train from a recipe, a YAML file. Every setting is a flag as well, and the flag wins: "
         "`trlx-hybrid train RECIPE --help` lists them. On several GPUs: `accelerate launch --module trlx_hybrid train "
         "RECIPE`.",
     )

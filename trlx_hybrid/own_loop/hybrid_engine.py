@@ -28,11 +28,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from .. import disk
 from ..config import HybridConfig, build
 from ..contract.types import Completion, Layout, Phase, Sampling, SyncPlan, SyncReport
-from ..errors import ConfigError, EngineError, HybridError, StaleWeightsError
+from ..errors import ComponentError, ConfigError, EngineError, HybridError, StaleWeightsError
 from ..interprocess.ranks import Ranks
 from ..memory.ledger import torch_optimizer
 from ..plugins.hookspecs import hookimpl
 from ..plugins.host import Host, check_ranks_agree
+from ..plugins.registry import none_offered
 from ..plugins.selection import TrainerArguments, select
 from ..policy.policy import Policy
 from ..session import Session
@@ -46,9 +47,6 @@ if TYPE_CHECKING:
 
 Start = TypeVar("Start", bound=Callable[[SyncPlan], None] | Callable[[], None])
 End = TypeVar("End", bound=Callable[[SyncReport], None] | Callable[[], None])
-
-RESHARD = "reshard"
-"""The name of the weight sync that `enable_reshard` selects."""
 
 
 class HybridEngine:
@@ -68,7 +66,8 @@ class HybridEngine:
             `trlx_hybrid.own_loop.layouts.RolloutConfig`.
         train_config: instead of `train`, a mapping of accelerate's settings:
             `{"fsdp_config": {"dp_shard_size": 8, …}}`.
-        enable_reshard: True is short for `HybridConfig(weights="reshard")`; False excludes this weight sync.
+        enable_reshard: True selects the weight path that is offered with `reshards=True`, as `HybridConfig(weights=…)`
+            does by its name; False excludes it.
         compress_reshard: whether weights are cast before they are sent. They are sent in the engine's dtype: True makes
             that `compression_dtype`, False the model's own.
         compression_dtype: the engine's dtype, and the dtype in which weights are sent; smaller than the model's, or the
@@ -135,11 +134,12 @@ class HybridEngine:
         if rollout is not None:
             config = with_rollout(config, rollout)
         policy = Policy(lambda: model, tokenizer, next(model.parameters()).device)
-        config = with_reshard(config, enable_reshard, compress_reshard, compression_dtype, policy.dtype)
         host = Host.load(config.disable_plugins or (), plugins)
+        resharding = [path.name for path in host.registry.components("weights") if path.reshards]
+        config = with_reshard(config, resharding, enable_reshard, compress_reshard, compression_dtype, policy.dtype)
         selection = select(config, TrainerArguments(engine_options={}), host.registry)
         if enable_reshard is False:
-            paths = [path for path in selection.paths if path.component.name != RESHARD]
+            paths = [path for path in selection.paths if not path.component.reshards]
             selection = dataclasses.replace(selection, paths=paths)
         if selection.stock:
             raise ConfigError("HybridEngine needs an engine other than 'transformers': HybridConfig(engine='vllm').")
@@ -334,6 +334,7 @@ def _takes_argument(function: Callable[..., None]) -> bool:
 
 def with_reshard(
     config: HybridConfig,
+    resharding: Sequence[str],
     enable: bool | None,
     compress: bool | None,
     dtype: torch.dtype | None,
@@ -343,19 +344,23 @@ def with_reshard(
     resharding. Weights are sent in the engine's dtype.
 
     Args:
+        resharding: names of the weight paths that reshard, the one to select first.
         enable, compress, dtype: `enable_reshard`, `compress_reshard` and `compression_dtype` of `HybridEngine`.
         own: the model's dtype.
 
     Raises:
+        ComponentError: `enable` is True, and no plugin offers such a weight path.
         ConfigError: these arguments contradict the config, or each other.
     """
-    if enable is not None and config.weights != "auto" and enable != (config.weights == RESHARD):
+    if enable and not resharding:
+        raise ComponentError(f"enable_reshard=True needs a weight path that reshards: {none_offered('weights')}.")
+    if enable is not None and config.weights != "auto" and enable != (config.weights in resharding):
         raise ConfigError(f"enable_reshard={enable} contradicts HybridConfig.weights={config.weights!r}. Give one.")
     if enable:
-        config = dataclasses.replace(config, weights=RESHARD)
+        config = dataclasses.replace(config, weights=resharding[0])
     if compress is None and dtype is None:
         return config
-    if config.weights != RESHARD:
+    if config.weights not in resharding:
         raise ConfigError("compress_reshard and compression_dtype say what a reshard sends: add enable_reshard=True.")
     if bool(compress) != (dtype is not None):
         raise ConfigError(

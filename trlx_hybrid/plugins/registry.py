@@ -63,6 +63,8 @@ class Component:
         needs: what it requires of the engine: "streams" (a rollout), "lora_slots" (a weight sync: memory in the engine
             for the policy's adapters), or anything else that an engine knows. Engines read it before they are built.
         shares_memory: for a weight sync: whether the policy's parameters become the engine's memory where they can.
+        reshards: for a weight sync: whether it moves slices between the trainer's layout and the engine's; it is what
+            `HybridEngine(enable_reshard=True)` selects.
         converses: for a rollout: whether it runs conversations with tools (`Rollout.converse`), and so is chosen by
             default where the trainer has tools.
         remote: for an engine: whether it computes on its own GPUs, and takes no memory of the trainer's.
@@ -84,6 +86,7 @@ class Component:
     keeps: bool = False
     needs: Collection[str] = ()
     shares_memory: bool = False
+    reshards: bool = False
     converses: bool = False
     remote: bool = False
     by_name: bool = False
@@ -255,7 +258,7 @@ class Registry:
         if name == "auto":
             external = [c for c in self.components(slot) if c.plugin != BUILTIN and not c.by_name]
             if len(external) != 1:
-                found = " and ".join(f"{c.name!r} (plugin {c.plugin!r})" for c in external) or _none(slot)
+                found = " and ".join(f"{c.name!r} (plugin {c.plugin!r})" for c in external) or none_offered(slot)
                 raise ComponentError(
                     f"{slot}='auto' needs exactly one plugin for this slot; found {found}. "
                     f"Choose with HybridConfig({slot}=...) or --{slot}."
@@ -281,12 +284,12 @@ class Registry:
                 "(TRLX_HYBRID_DISABLE, disable_plugins)."
             )
         return (
-            f"No plugin offers {slot} {name!r}.{hint} Offered: {', '.join(sorted(offered)) or _none(slot)}. "
+            f"No plugin offers {slot} {name!r}.{hint} Offered: {', '.join(sorted(offered)) or none_offered(slot)}. "
             f"`trlx-hybrid plugins` lists what is loaded."
         )
 
 
-def _none(slot: Slot) -> str:
+def none_offered(slot: Slot) -> str:
     """Return a text for an error where no plugin offers anything for a slot: which distributions of this project
     would."""
     brings: dict[str, list[str]] = {}

@@ -393,6 +393,12 @@ def test_what_a_reshard_cannot_be_is_refused(given, message):
         HybridEngine(tiny_model(), character_tokenizer(), **RESHARD | given)
 
 
+def test_a_reshard_without_a_plugin_for_it_is_refused():
+    config = HybridConfig(disable_plugins=["reshard"])
+    with pytest.raises(ComponentError, match=r"needs a weight path that reshards: .*install trlx-hybrid-reshard"):
+        HybridEngine(tiny_model(), character_tokenizer(), config=config, enable_reshard=True)
+
+
 @pytest.mark.parametrize(
     ("given", "dtype"),
     [(RESHARD, "bfloat16"), (RESHARD | {"compress_reshard": False, "compression_dtype": None}, "float32")],

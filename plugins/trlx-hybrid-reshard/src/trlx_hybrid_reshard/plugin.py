@@ -21,6 +21,7 @@ def trlx_register(registry: Registry) -> None:
         "reshard",
         "trlx_hybrid_reshard.sync:ReshardSync",
         order=40,
+        reshards=True,
         options=ReshardOptions,
         summary="FSDP2 or DDP policy to tensor-parallel shards; sends each rank only the bytes it lacks",
     )

@@ -21,7 +21,7 @@ from typing import Any
 
 Conversion = Callable[[Any], Any]
 LARGEST = 64 << 20  # bytes of a frame
-MODULES = sys.stdlib_module_names - {"unittest"}  # unittest.mock.ANY is equal to everything
+MODULES = sys.stdlib_module_names - {"unittest"}  # it has an object that equals everything, mock.ANY
 COPIED: dict[str, Conversion] = {
     "collections.Counter": lambda value: [dict(value)],
     "collections.OrderedDict": lambda value: [list(value.items())],

@@ -200,7 +200,7 @@ def test_a_failed_trajectory_is_marked_and_shows_its_messages():
     assert "│ tool:\n│ 4" in text
     page = as_html([one])
     assert '<article id="t1" class="failed">' in page
-    assert "{&quot;name&quot;: &quot;&lt;b&gt;&quot;}" in page
+    assert "{&#34;name&#34;: &#34;&lt;b&gt;&#34;}" in page
 
 
 def test_the_page_needs_nothing_from_elsewhere():

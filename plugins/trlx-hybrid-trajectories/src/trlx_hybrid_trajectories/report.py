@@ -506,18 +506,18 @@ def _trajectories(file: Path | None) -> Iterator[str]:
         yield _absent(f"{number_of(len(broken), 'line')} left out: a killed run leaves half a line.")
     if chosen.long:
         yield _absent(f"{chosen.long} left out for their length: this page shows {TOKENS} tokens.")
-    yield from legend()
+    yield legend()
     for name, lines in chosen.lists.items():
         if lines:
             yield f"<h3>{name}</h3>"
-            yield from contents([recorded[line] for line in lines], list(recorded.values()))
+            yield contents([recorded[line] for line in lines], list(recorded.values()))
     yield "<h3>prompts that came again</h3>"
     if not chosen.again:
         yield _absent("None among those that were recorded. record_limit records more of each batch.")
     for lines in chosen.again:
         yield from _again([recorded[line] for line in lines])
     for line in sorted({line for lines in chosen.lists.values() for line in lines}):
-        yield from article(recorded[line])
+        yield article(recorded[line])
 
 
 def _again(found: list[Recorded]) -> Iterator[str]:

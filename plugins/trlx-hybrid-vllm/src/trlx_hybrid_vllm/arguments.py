@@ -170,7 +170,8 @@ def _unknown_arguments(options: VLLMOptions) -> str | None:
 def engine_dtype(options: VLLMOptions, policy: Policy, args: Any) -> torch.dtype:
     """Return the dtype that the engine computes in, see `VLLMOptions.dtype`; `args` are TRL's training arguments."""
     if options.dtype != "auto":
-        return getattr(torch, options.dtype)  # type: ignore[no-any-return]
+        chosen: torch.dtype = getattr(torch, options.dtype)
+        return chosen
     if policy.dtype is torch.float32:
         return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     return policy.dtype

@@ -46,7 +46,6 @@ DOCUMENTED: dict[str, str] = {
     "vllm.distributed.weight_transfer.WeightTransferEngineFactory": "register_engine",
     "vllm.distributed.weight_transfer.WeightTransferTrainerFactory": "register_engine trainer_init",
     "vllm.distributed.weight_transfer.base.TrainerInitInfo": "",
-    "vllm.distributed.weight_transfer.base.WeightTransferInitInfo": "",
     "vllm.distributed.weight_transfer.base.WeightTransferInitRequest": "",
     "vllm.distributed.weight_transfer.base.WeightTransferUpdateRequest": "",
     "vllm.distributed.weight_transfer.nccl_engine.NCCLWeightTransferEngine": (

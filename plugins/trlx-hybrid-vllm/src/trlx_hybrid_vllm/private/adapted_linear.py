@@ -57,7 +57,8 @@ PLAIN = (ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, Ro
 """Classes of vLLM's layers that compute x·Wᵀ and nothing else of their own, and so can be replaced."""
 ROUNDING = 2**-8
 """The relative rounding error of bf16."""
-LIBRARY = torch.library.Library("trlx_hybrid", "FRAGMENT")  # type: ignore[no-untyped-call]
+library: Callable[..., torch.library.Library] = torch.library.Library
+LIBRARY = library("trlx_hybrid", "FRAGMENT")
 
 
 # --- what is computed -------------------------------------------------------------------------------------------------
@@ -125,7 +126,10 @@ def with_b(product: Tensor, b: Tensor, sizes: list[int], bias: Tensor | None) ->
     return out
 
 
-@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
+kernel: Callable[[Callable[..., None]], Any] = triton.jit(do_not_specialize=["tokens"])
+
+
+@kernel
 def _with_b(  # type: ignore[no-untyped-def]
     out, product, b, bias, tokens, stride, rows, second, third, fourth,
     HEIGHT: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, DEPTH: tl.constexpr,  # noqa: N803
@@ -213,8 +217,8 @@ class Joined:
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute the layer's output for `x`, in place of vLLM's product and its kernels for many adapters."""
-        operator = torch.ops.trlx_hybrid.adapted_linear
-        return operator(x, self.joined_weight, self.joined_b, self.joined_sizes, bias)  # type: ignore[no-any-return]
+        operator: Callable[..., Tensor] = torch.ops.trlx_hybrid.adapted_linear
+        return operator(x, self.joined_weight, self.joined_b, self.joined_sizes, bias)
 
     def reset_lora(self, index: int) -> None:
         """Zero A, B and the spare rows under the weight. vLLM calls this; `index` is always that of the one adapter."""

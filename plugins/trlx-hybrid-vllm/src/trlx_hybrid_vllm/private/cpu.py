@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import pkgutil
 import socket
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -194,7 +195,7 @@ def plain_linear(layer: Any, remove_weight: bool) -> None:
 
 # --- rotary embeddings ------------------------------------------------------------------------------------------------
 
-_forward_of_rows = RotaryEmbedding.forward_cpu
+_forward_of_rows: Callable[..., tuple[Tensor, Tensor | None]] = RotaryEmbedding.forward_cpu
 
 
 def rotated(
@@ -205,8 +206,8 @@ def rotated(
     vLLM's kernel takes (tokens, width). It turns queries with a dimension for heads, as latent attention has them,
     wrongly.
     """
-    forward = _forward_of_rows if query.dim() == 2 else RotaryEmbedding.forward_native
-    return forward(layer, positions, query, key)  # type: ignore[no-any-return]
+    forward: Callable[..., tuple[Tensor, Tensor | None]] = RotaryEmbedding.forward_native
+    return (_forward_of_rows if query.dim() == 2 else forward)(layer, positions, query, key)
 
 
 # --- experts ----------------------------------------------------------------------------------------------------------

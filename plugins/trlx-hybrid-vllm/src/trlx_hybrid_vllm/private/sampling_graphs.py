@@ -290,7 +290,8 @@ def capturing(device: torch.device) -> Capture:
     The graphs share one memory pool, since they never run at the same time.
     They are warmed up and captured on a stream of their own, whose cuBLAS workspace they keep.
     """
-    stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+    new_stream: Callable[[torch.device], torch.cuda.Stream] = torch.cuda.Stream
+    stream, pool = new_stream(device), torch.cuda.graph_pool_handle()
 
     def capture(step: Callable[[], None]) -> Callable[[], None]:
         stream.wait_stream(torch.cuda.current_stream(device))

@@ -34,7 +34,10 @@ EXACT = 1e-5
 """The largest difference from vLLM's own log-probs that is allowed, in nats: the sums have another order."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+kernel: Callable[[Callable[..., None]], Any] = triton.jit
+
+
+@kernel
 def _blocks(maxima, sums, logits, stride, vocabulary, blocks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     places = block * BLOCK + tl.arange(0, BLOCK)
@@ -45,7 +48,7 @@ def _blocks(maxima, sums, logits, stride, vocabulary, blocks, BLOCK: tl.constexp
     tl.store(sums + row * blocks + block, tl.sum(tl.exp(values - shift), axis=0))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@kernel
 def _rows(out, maxima, sums, logits, stride, tokens, blocks, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     row, places = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
     of_row = row * blocks + places

@@ -31,7 +31,7 @@ from vllm.distributed.weight_transfer import (
     WeightTransferEngineFactory,
     WeightTransferTrainerFactory,
 )
-from vllm.distributed.weight_transfer.base import TrainerInitInfo, WeightTransferInitInfo
+from vllm.distributed.weight_transfer.base import TrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 
 NAME = "gloo"
@@ -60,8 +60,8 @@ class GlooGroup:
     """
 
     def __init__(self, info: GlooInitInfo, rank: int, listener: socket.socket | None = None) -> None:
-        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-        from torch.distributed.distributed_c10d import ProcessGroupGloo
+        from torch._C._distributed_c10d import TCPStore
+        from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
         host, port, world = info.master_address, info.master_port, info.world_size
         self._timeout = timedelta(seconds=info.deadline)
@@ -98,7 +98,7 @@ class GlooGroup:
 
 
 @dataclass(kw_only=True)
-class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+class GlooInitInfo:
     """The address where the trainer waits, and the settings of the transfer.
 
     Attributes:
@@ -301,7 +301,8 @@ def in_threads(
     Raises:
         TimeoutError: the functions took longer.
     """
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    initialized: Callable[[], bool] = torch.cuda.is_initialized
+    device = torch.cuda.current_device() if initialized() else None
 
     def here(work: Callable[[], Any]) -> Any:
         with torch.no_grad(), nullcontext() if device is None else torch.cuda.device(device):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -123,7 +123,7 @@ def unserved(policy: Policy, dtype: torch.dtype | None) -> str | None:
 
 
 def _unserved_config(policy: Policy) -> str | None:
-    configs: dict[str, Any] = policy.module.peft_config  # type: ignore[assignment]
+    configs = cast("dict[str, Any]", policy.module.peft_config)
     for name, config in configs.items():
         kind = getattr(config.peft_type, "value", config.peft_type)
         if kind != "LORA":

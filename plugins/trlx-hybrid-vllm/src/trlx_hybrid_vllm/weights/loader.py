@@ -9,9 +9,9 @@ later syncs be compared bit for bit.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -131,6 +131,13 @@ class WeightLoader:
         return flagged(names, flags)
 
 
+class _WeakReference(Protocol):
+    """A reference to a storage that does not keep it alive, as torch's `StorageWeakRef`."""
+
+    def expired(self) -> bool:
+        """Return whether the storage is gone."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Source:
     """A checkpoint tensor that vLLM's loader was given, and the elements of its storage between which it lies.
@@ -141,7 +148,7 @@ class _Source:
     """
 
     name: str
-    storage: StorageWeakRef
+    storage: _WeakReference
     start: int
     end: int
 
@@ -149,12 +156,12 @@ class _Source:
     def of(cls, name: str, tensor: Tensor) -> _Source:
         start = int(tensor.storage_offset())
         end = start + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        return cls(name, storage, start, end)
+        weak: Callable[[torch.UntypedStorage], _WeakReference] = StorageWeakRef
+        return cls(name, weak(tensor.untyped_storage()), start, end)
 
     def begins(self, view: Tensor) -> bool:
         """Return whether a view at the same storage address begins within this tensor, and the tensor still exists."""
-        return self.start <= view.storage_offset() < self.end and not self.storage.expired()  # type: ignore[no-untyped-call]
+        return self.start <= view.storage_offset() < self.end and not self.storage.expired()
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -169,7 +176,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        begin: Callable[[], None] = super().__init__
+        begin()
         self.routes: defaultdict[str, list[Route]] = defaultdict(list)
         self.written: dict[str, int] = {}
         self.computed_from: set[str] = set()

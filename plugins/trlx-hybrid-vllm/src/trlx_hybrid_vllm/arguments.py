@@ -17,6 +17,7 @@ from .versions import untested
 from .weights.adapter import unserved
 
 if TYPE_CHECKING:
+    from transformers import TrainingArguments
     from trlx_hybrid.session import Session
 
 CPU_KV_CACHE_LIMIT = 4 << 30
@@ -167,7 +168,7 @@ def _unknown_arguments(options: VLLMOptions) -> str | None:
     return None
 
 
-def engine_dtype(options: VLLMOptions, policy: Policy, args: Any) -> torch.dtype:
+def engine_dtype(options: VLLMOptions, policy: Policy, args: TrainingArguments) -> torch.dtype:
     """Return the dtype that the engine computes in, see `VLLMOptions.dtype`; `args` are TRL's training arguments."""
     if options.dtype != "auto":
         chosen: torch.dtype = getattr(torch, options.dtype)
@@ -298,7 +299,7 @@ def serves_scheduler(arguments: dict[str, Any]) -> bool:
 
 def context_length(session: Session, options: VLLMOptions) -> int:
     """Return the longest prompt plus completion, in tokens: the option's value, or what the model supports."""
-    config: Any = session.policy.base.config.get_text_config()
+    config = session.policy.base.config.get_text_config()
     return int(options.max_model_len or config.max_position_embeddings)
 
 
@@ -364,8 +365,8 @@ def kv_cache_bytes(session: Session, options: VLLMOptions, dtype: torch.dtype, l
         least: return instead what one sequence fills, counting only layers that are known to cache keys and values.
     """
     config = session.policy.base.config
-    text: Any = config.get_text_config()
-    kinds: Any = getattr(text, "layer_types", None)
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None)
     window: Any = getattr(text, "sliding_window", None)
     # vLLM frees blocks that left a layer's window, unless this manager is off, as it is with chunked attention.
     chunked = getattr(text, "attention_chunk_size", None) is not None
@@ -409,7 +410,7 @@ def write_without_weights(policy: Policy, folder: Path) -> None:
     """
     model = policy.base
     config = unquantised(model.config)
-    text: Any = config.get_text_config()
+    text = config.get_text_config()
     if text.model_type.startswith("cohere2") and text.sliding_window is not None:
         text.sliding_window -= 1  # vLLM adds one: its layers see a token more than the trainer's
     config.architectures = [policy.architecture]

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,9 @@ from .weights.adapter import lora_arguments
 from .weights.loader import WeightLoader, counted
 from .weights.weight_map import Places, WeightMap, regions
 
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 SPARE = 2 << 30
 """Bytes of the device that are left for allocations outside torch: NCCL, cuBLAS, recorded graphs."""
@@ -88,7 +91,7 @@ class VLLMEngine:
         self.dtype = engine_dtype(options, session.policy, session.args)
         self.weights_lost = True
         self.peers_lost = False
-        self.adapter: Any = None
+        self.adapter: LoRARequest | None = None
         wanted: dict[str, Any] | str = "no weight path of this run asks for adapter slots"
         if options.pipeline_parallel_size > 1:
             wanted = "the engine has pipeline stages, each with the slots of its own layers"
@@ -202,7 +205,7 @@ class VLLMEngine:
         """True where vLLM returns with each token the ids that it was sampled from (what top-k and top-p leave)."""
         return bool(getattr(config_of(self.llm).model_config, MASKS, False))
 
-    def _own_requests(self) -> Any:
+    def _own_requests(self) -> LoRARequest | None:
         """Return the `LoRARequest` for requests that name no adapter, or None; called before vLLM queues a request.
 
         Custom rollouts add requests to `llm` themselves: so these, too, are sampled from the policy, and are refused

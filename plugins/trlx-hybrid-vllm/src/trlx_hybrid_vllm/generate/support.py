@@ -24,7 +24,8 @@ from ..private.recorders import SampledRows
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-Words = np.ndarray[Any, Any]
+Words = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+Ids = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 
 class KeptIds:
@@ -51,7 +52,7 @@ class KeptIds:
         """Drop the ids that nobody took, those of aborted requests, after the last request."""
         self._words.clear()
 
-    def returned(self, request_id: str, prompt_tokens: int, ids: Any) -> None:
+    def returned(self, request_id: str, prompt_tokens: int, ids: Ids) -> None:
         """Record the ids that a request's next token was sampled from, as vLLM returned them.
 
         Args:

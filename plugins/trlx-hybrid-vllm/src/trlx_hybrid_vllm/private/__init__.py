@@ -38,7 +38,7 @@ DOCUMENTED: dict[str, str] = {
     "vllm.v1.engine.exceptions.EngineDeadError": "",
     # the transfer of weights to them, https://docs.vllm.ai/en/latest/training/weight_transfer/
     "vllm.distributed.weight_transfer.ParamMeta": "",
-    "vllm.distributed.weight_transfer.TrainerWeightTransferEngine": "client is_sender source",
+    "vllm.distributed.weight_transfer.TrainerWeightTransferEngine": "client is_sender send_weights shutdown source",
     "vllm.distributed.weight_transfer.VLLMWeightSyncClient": (
         "finish_weight_update init_weight_transfer_engine start_weight_update update_weights"
     ),

@@ -21,6 +21,7 @@ from vllm import envs
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
+    LinearBase,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     ReplicatedLinear,
@@ -268,8 +269,8 @@ def with_spare_rows(rank: int) -> Callable[..., None]:
 
     @functools.wraps(plain)
     def create_weights(
-        method: Any,
-        layer: Any,
+        method: UnquantizedLinearMethod,
+        layer: LinearBase,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         *args: Any,
@@ -303,7 +304,7 @@ def joining(plain: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Mod
     return from_layer
 
 
-def join(layer: Any) -> None:
+def join(layer: BaseLinearLayerWithLoRA) -> None:
     """Make one of vLLM's LoRA layers `Joined`, in place, unless its weight is quantised or has no spare rows."""
     base, slots_a, slots_b = layer.base_layer, layer.lora_a_stacked, layer.lora_b_stacked
     weight, (*_, rank, columns) = base.weight.data, slots_a[0].shape
@@ -325,7 +326,7 @@ def join(layer: Any) -> None:
     layer.reset_lora(0)
 
 
-def beside_slots(layer: Any) -> list[Tensor]:
+def beside_slots(layer: BaseLinearLayerWithLoRA) -> list[Tensor]:
     """Return what must stay zero in a `Joined` layer beside its slots: the spare rows that A leaves, if any."""
     if not isinstance(layer, Joined):
         return []

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,6 +32,10 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from . import Patch, replaced
 from .engine import flat
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+    from vllm.model_executor.layers.linear import LinearBase
 
 PATCHES = (
     Patch(
@@ -185,7 +189,7 @@ def _free(tensors: list[torch.Tensor]) -> list[tuple[torch.UntypedStorage, int]]
 # --- linear layers ----------------------------------------------------------------------------------------------------
 
 
-def plain_linear(layer: Any, remove_weight: bool) -> None:
+def plain_linear(layer: LinearBase, remove_weight: bool) -> None:
     """Let a linear layer compute with its weight as loaded; takes the place of vLLM's function.
 
     vLLM's would repack the weight for oneDNN, AMX or ZenDNN, and delete the original if `remove_weight`.
@@ -269,7 +273,7 @@ def gated(activation: MoEActivation, hidden: Tensor) -> Tensor:
     raise NotImplementedError(f"experts with the activation {activation.value!r} on a CPU")
 
 
-def plain_backend(moe_config: Any) -> tuple[UnquantizedMoeBackend, type[PlainExperts]]:
+def plain_backend(moe_config: FusedMoEConfig) -> tuple[UnquantizedMoeBackend, type[PlainExperts]]:
     """Return the backend and class with which experts are computed on a CPU; takes the place of vLLM's choice.
 
     For an engine with LoRA slots, vLLM would choose Triton, even on a CPU.

@@ -5,9 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from vllm.distributed.parallel_state import GroupCoordinator
+    from vllm.distributed.weight_transfer import TrainerWeightTransferEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +25,7 @@ class Replica:
         owned: True where this class made the group, and vLLM does not know it.
     """
 
-    cpu_group: Any
+    cpu_group: dist.ProcessGroup
     world_size: int
     rank_in_group: int
     owned: bool = False
@@ -40,7 +44,7 @@ class Replica:
         if get_pp_group().world_size == 1:
             group = get_tp_group()
             return cls(group.cpu_group, group.world_size, group.rank_in_group)
-        new_subgroups: Callable[..., tuple[Any, Any]] = dist.new_subgroups
+        new_subgroups: Callable[..., tuple[dist.ProcessGroup, object]] = dist.new_subgroups
         own, _ = new_subgroups(size, backend="gloo")
         return cls(own, size, dist.get_rank() % size, owned=True)
 
@@ -62,7 +66,7 @@ def forget_groups(made_default_group: bool) -> None:
         dist.destroy_process_group()
 
 
-def coordinators() -> list[Any]:
+def coordinators() -> list[GroupCoordinator]:
     """Return vLLM's `GroupCoordinator`s of this process, each with the groups of some of an engine's ranks."""
     from vllm.distributed import parallel_state
 
@@ -78,7 +82,7 @@ def forget_queues() -> None:
         coordinator.mq_broadcaster = None
 
 
-def device_groups() -> Iterator[Any]:
+def device_groups() -> Iterator[dist.ProcessGroup]:
     """Yield vLLM's NCCL groups, for an abort, and remove them from vLLM, which would destroy the groups that it knows.
 
     It yields none where the script has destroyed all groups, as `accelerator.end_training()` does.
@@ -120,11 +124,11 @@ def nccl_missing() -> str | None:
     return None
 
 
-def transfer_backends() -> dict[str, Callable[[], Any]]:
+def transfer_backends() -> dict[str, Callable[[], type[TrainerWeightTransferEngine]]]:
     """Return vLLM's weight-transfer backends by name, each as a function that returns the trainer's end's class."""
     from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
-    backends: dict[str, Callable[[], Any]] = WeightTransferTrainerFactory._registry
+    backends: dict[str, Callable[[], type[TrainerWeightTransferEngine]]] = WeightTransferTrainerFactory._registry
     return backends
 
 
@@ -135,7 +139,7 @@ def free_port() -> int:
     return int(get_open_port())
 
 
-def destroy_group(sender: Any) -> Callable[[], None] | None:
+def destroy_group(sender: TrainerWeightTransferEngine) -> Callable[[], None] | None:
     """Return the function that destroys the NCCL group of a transfer's trainer end; None where it has no such group."""
     destroy: Callable[[], None] | None = getattr(getattr(sender, "model_update_group", None), "destroy", None)
     return destroy

@@ -19,6 +19,7 @@ from .process import frozen_heap
 
 if TYPE_CHECKING:
     from vllm import LLM
+    from vllm.device_allocator.cumem import AllocationData
 
 
 PATCHES = (
@@ -87,7 +88,7 @@ def release_at_exit(llm: LLM | None, made_default_group: bool) -> None:
     _make_freeable()
     _forget_graphs(llm)
     forget_queues()
-    groups = list(device_groups())
+    groups: list[Any] = list(device_groups())
     if made_default_group and dist.is_initialized() and dist.get_world_size() == 1:
         groups.append(dist.group.WORLD)
     abort(groups, ABORT_SECONDS)
@@ -109,7 +110,7 @@ class _Unmapped:
     cpu_backup_tensor = None
     is_asleep = False
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: AllocationData) -> None:
         self.tag, self._handle, self._mapped = data.tag, data.handle, False
 
     @property
@@ -132,7 +133,7 @@ def _make_freeable() -> None:
         return
     from vllm.device_allocator.cumem import CuMemAllocator
 
-    memory: Any = CuMemAllocator.instance
+    memory = CuMemAllocator.instance
     if memory is not None:
         asleep = {address: data for address, data in memory.pointer_to_data.items() if data.is_asleep}
         memory.pointer_to_data |= {address: _Unmapped(data) for address, data in asleep.items()}

@@ -15,7 +15,12 @@ from . import Patch
 if TYPE_CHECKING:
     from vllm import LLM
     from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+    from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.worker_base import WorkerBase
 
 
 PATCHES = (
@@ -57,13 +62,13 @@ def model_of(llm: LLM) -> nn.Module:
     return model_in(llm.llm_engine.model_executor.driver_worker)
 
 
-def model_in(worker: Any) -> nn.Module:
+def model_in(worker: WorkerBase) -> nn.Module:
     """Return the model that one of vLLM's workers holds."""
     model: nn.Module = worker.model_runner.model
     return model
 
 
-def runner_of(llm: LLM) -> Any:
+def runner_of(llm: LLM) -> GPUModelRunner:
     """Return vLLM's model runner of an in-process engine, which holds the model and the KV caches."""
     return llm.llm_engine.model_executor.driver_worker.model_runner
 
@@ -84,7 +89,7 @@ def prefixes(llm: LLM) -> int:
     return len(pool.cached_block_hash_to_block)
 
 
-def derive_from_weights(layers: Iterable[Any], dtype: torch.dtype) -> None:
+def derive_from_weights(layers: Iterable[MLAAttention], dtype: torch.dtype) -> None:
     """Let layers derive anew, in place, what they compute from their weights; CUDA graphs read it there."""
     for layer in layers:
         layer.process_weights_after_loading(dtype)
@@ -118,7 +123,7 @@ def drain(llm: LLM, steps: int = 16) -> None:
     )
 
 
-def serve_directly(llm: LLM, own: Callable[[], Callable[[], Any] | None]) -> None:
+def serve_directly(llm: LLM, own: Callable[[], Callable[[], LoRARequest | None] | None]) -> None:
     """Make vLLM's `LLM` call a method before it queues a request, also for requests that custom rollouts add.
 
     Args:
@@ -130,7 +135,7 @@ def serve_directly(llm: LLM, own: Callable[[], Callable[[], Any] | None]) -> Non
     plain = processor.process_inputs
 
     @functools.wraps(plain)
-    def process_inputs(*args: Any, lora_request: Any = None, **kwargs: Any) -> Any:
+    def process_inputs(*args: Any, lora_request: LoRARequest | None = None, **kwargs: Any) -> EngineCoreRequest:
         asked = own()
         default = None if asked is None else asked()
         return plain(*args, lora_request=lora_request or default, **kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from .engine import runner_of
 
 if TYPE_CHECKING:
     from vllm import LLM
+    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
 
 def adapter_slots_of(module: torch.nn.Module) -> list[torch.Tensor]:
@@ -78,7 +79,7 @@ class ModuleSlots:
     a: Tensor
     b: Tensor
     spare: list[Tensor]
-    _layer: Any
+    _layer: BaseLinearLayerWithLoRA
     _number: int
 
     def parts(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,12 +5,19 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
 
 from . import Patch
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config.model_arch import ModelArchitectureConfig
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+    from vllm.v1.attention.backend import AttentionImpl
 
 PATCHES = (
     Patch(
@@ -22,7 +29,7 @@ PATCHES = (
 )
 
 
-def attention_of(config: Any) -> list[tuple[int, int]]:
+def attention_of(config: PretrainedConfig) -> list[tuple[int, int]]:
     """Return for each layer its number of KV heads, and how many elements each head caches per token.
 
     It is read from the model's config. Where vLLM caches compressed keys and values (multi-head latent attention), it
@@ -35,12 +42,12 @@ def attention_of(config: Any) -> list[tuple[int, int]]:
     return [(layer.total_num_kv_heads, 2 * layer.head_size) for layer in layers]
 
 
-def is_latent(config: Any) -> bool:
+def is_latent(config: PretrainedConfig) -> bool:
     """Return whether vLLM caches latents for a model of this config (multi-head latent attention, as in DeepSeek)."""
     return bool(_described(config).is_deepseek_mla)
 
 
-def _described(config: Any) -> Any:
+def _described(config: PretrainedConfig) -> ModelArchitectureConfig:
     import vllm.config  # noqa: F401 - first: the next import is part of a circle
     from vllm.transformers_utils.model_arch_config_convertor import (
         MODEL_ARCH_CONFIG_CONVERTORS,
@@ -52,7 +59,7 @@ def _described(config: Any) -> Any:
     return convertor(config, config.get_text_config()).convert()
 
 
-def unquantised(config: Any) -> Any:
+def unquantised(config: PretrainedConfig) -> PretrainedConfig:
     """Return a copy of a model's config without `quantization_config`, which describes the trainer's base only.
 
     Whether the engine quantises is one of its own options.
@@ -102,7 +109,7 @@ def without_adapters(architecture: str) -> str | None:
     return None if served else f"vLLM's {architecture} has no LoRA slots"
 
 
-def causal_pictures(config: Any) -> str | None:
+def causal_pictures(config: VllmConfig) -> str | None:
     """Return why prompts with images cannot be sampled by vLLM here, or None.
 
     Where a model lets the tokens of a picture attend to each other, as Gemma 3 does, vLLM's attention must, too. On
@@ -135,7 +142,7 @@ def adapter_ranks() -> tuple[int, ...]:
 # --- the layers of a built model --------------------------------------------------------------------------------------
 
 
-def latent_attention(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+def latent_attention(model: torch.nn.Module) -> Iterator[tuple[str, MLAAttention]]:
     """Return vLLM's layers of multi-head latent attention, with their names.
 
     After each load of weights, such a layer computes two matrices from `kv_b_proj` and keeps them as parameters.
@@ -227,7 +234,7 @@ def _experts(module: Any, method: Any) -> str | None:
     return None
 
 
-def _has_sinks(impl: Any) -> bool:
+def _has_sinks(impl: AttentionImpl) -> bool:
     """Return whether an attention backend may derive something from its attention sinks after loading.
 
     Args:
@@ -264,7 +271,7 @@ def dummy_load_format() -> str:
         A real checkpoint finds them so, too.
         """
 
-        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
             """Load random weights as vLLM does, and restore the persistent buffers."""
             buffers = [b for _, b in persistent_buffers(model) if not b.is_meta]
             kept = [b.clone() for b in buffers]

@@ -125,11 +125,12 @@ def compiled_once(folder: str, joined: bool) -> Iterator[None]:
     plain = ModelConfig.compute_hash
 
     @functools.wraps(plain)
-    def compute_hash(config: Any) -> Any:
+    def compute_hash(config: ModelConfig) -> str:
         path = config.model
         config.model = f"trlx-hybrid{', adapters under weights' * joined}" if path == folder else path
         try:
-            return plain(config)
+            hashed: str = plain(config)
+            return hashed
         finally:
             config.model = path
 

@@ -22,6 +22,8 @@ from .engine import config_of, model_of, runner_of
 
 if TYPE_CHECKING:
     from vllm import LLM
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 PATCHES = (
     Patch(
@@ -36,6 +38,7 @@ PATCHES = (
 )
 
 MISSING = -1
+Experts = np.ndarray[tuple[int, ...], np.dtype[np.int16]]
 
 
 class RoutingCapture:
@@ -51,7 +54,7 @@ class RoutingCapture:
         runner, config = runner_of(llm), config_of(llm).model_config
         self._shape = config.get_total_num_hidden_layers(), config.get_num_experts_per_tok()
         self._step: dict[int, Tensor] = {}  # by layer: the experts that its router chose in this step
-        self._steps: defaultdict[str, list[tuple[int, np.ndarray[Any, Any]]]] = defaultdict(list)
+        self._steps: defaultdict[str, list[tuple[int, Experts]]] = defaultdict(list)
         bind_routed_experts_capturer(model_of(llm), self)  # takes whatever has `capture`
         runner.execute_model = partial(self._execute, runner, runner.execute_model)
 
@@ -64,7 +67,9 @@ class RoutingCapture:
         """
         self._step[layer] = chosen
 
-    def _execute(self, runner: Any, execute: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+    def _execute(
+        self, runner: GPUModelRunner, execute: Callable[..., Any], scheduled: SchedulerOutput, *args: Any, **kwargs: Any
+    ) -> Any:
         self._step.clear()
         output = execute(scheduled, *args, **kwargs)
         if not self._step:  # nothing was computed
@@ -78,7 +83,7 @@ class RoutingCapture:
             self._steps[key].append((computed[key], part.numpy()))
         return output
 
-    def take(self, request_id: str, tokens: int) -> np.ndarray[Any, Any]:
+    def take(self, request_id: str, tokens: int) -> Experts:
         """Return the experts that a finished request's first `tokens` tokens were routed to, and drop its record.
 
         Returns:
@@ -107,14 +112,14 @@ class SampledRows:
         active: whether `seen` is called.
     """
 
-    def __init__(self, runner: Any, seen: Callable[[Sequence[str], Sequence[int], Tensor], None]) -> None:
+    def __init__(self, runner: GPUModelRunner, seen: Callable[[Sequence[str], Sequence[int], Tensor], None]) -> None:
         self.active = False
         self._runner, self._seen = runner, seen
         self._places: dict[str, int] = {}  # by request: the place in its sequence of the token of this step
         runner.execute_model = partial(self._execute, runner.execute_model)
         runner.sampler.sample = partial(self._sample, runner.sampler.sample)
 
-    def _execute(self, execute: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+    def _execute(self, execute: Callable[..., Any], scheduled: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         if self.active:
             computed = computed_tokens(scheduled)
             self._places = {key: computed[key] + count for key, count in scheduled.num_scheduled_tokens.items()}
@@ -128,7 +133,7 @@ class SampledRows:
         return sampled, logprobs
 
 
-def computed_tokens(scheduled: Any) -> dict[str, int]:
+def computed_tokens(scheduled: SchedulerOutput) -> dict[str, int]:
     """Return how many tokens of each request of a step were computed in the steps before.
 
     Args:

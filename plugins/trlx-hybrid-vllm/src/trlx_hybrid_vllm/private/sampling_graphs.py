@@ -15,13 +15,19 @@ from __future__ import annotations
 import bisect
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from . import Patch, may_replace
 from .token_logprobs import EXACT, equal_to_vllm, token_logprobs
+
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.v1.core.sched.output import GrammarOutput
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 PATCHES = (
     Patch(
@@ -44,7 +50,7 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """A function that captures what a given function launches in a CUDA graph, and returns a function that replays it."""
 
 
-def sampling_graphs(llm: Any) -> SamplingGraphs | None:
+def sampling_graphs(llm: LLM) -> SamplingGraphs | None:
     """Capture CUDA graphs of what an engine does after its layers in a decode step (head, sampling, log-probs).
 
     They are installed in the engine, which must be just built, and returned.
@@ -78,7 +84,7 @@ def compared(graphs: SamplingGraphs, capture: Capture) -> SamplingGraphs | None:
     return graphs
 
 
-def serves(llm: Any) -> bool:
+def serves(llm: LLM) -> bool:
     """Return whether `SamplingGraphs` captures all that this engine does between its layers and the next step."""
     from vllm.lora.layers import LogitsProcessorWithLoRA
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -120,7 +126,7 @@ class SamplingGraphs:
         replayed: how many steps were replayed.
     """
 
-    def __init__(self, runner: Any, sizes: Sequence[int]) -> None:
+    def __init__(self, runner: GPUModelRunner, sizes: Sequence[int]) -> None:
         self.active = False
         self.replayed = 0
         self._runner, self._sampler = runner, runner.sampler
@@ -221,7 +227,7 @@ class SamplingGraphs:
 
     # --- in the place of vLLM's methods -----------------------------------------------------------------------------
 
-    def _sample(self, hidden: Tensor, batch: Any, grammar: Any) -> Any:
+    def _sample(self, hidden: Tensor, batch: InputBatch, grammar: GrammarOutput | None) -> Any:
         self._replaying = self.active and grammar is None and self._decodes(hidden, batch) and self._serves_rows(batch)
         return self._sampled(batch.num_reqs) if self._replaying else self._stock[0](hidden, batch, grammar)
 
@@ -238,7 +244,7 @@ class SamplingGraphs:
             self._stock_sampler[1]()
         self._staged = False
 
-    def _decodes(self, hidden: Tensor, batch: Any) -> bool:
+    def _decodes(self, hidden: Tensor, batch: InputBatch) -> bool:
         """Return whether in this step every row decodes one token, and the layers ran as a CUDA graph."""
         return (
             hidden.data_ptr() == self._hidden.data_ptr()
@@ -247,7 +253,7 @@ class SamplingGraphs:
             and not batch.num_draft_tokens
         )
 
-    def _serves_rows(self, batch: Any) -> bool:
+    def _serves_rows(self, batch: InputBatch) -> bool:
         """Return whether the requests of a batch ask for nothing that the graphs leave out.
 
         If the requests have changed, their seeds and temperatures are copied to where the graphs read them.

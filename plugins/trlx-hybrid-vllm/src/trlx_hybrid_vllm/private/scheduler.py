@@ -23,8 +23,8 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.utils import check_stop, remove_all
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.outputs import LogprobsLists
-from vllm.v1.request import RequestStatus
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
 
 from . import Patch
 
@@ -49,7 +49,7 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
         decode_steps: how many steps took the short path.
     """
 
-    running: list[Any]
+    running: list[Request]
     max_num_scheduled_tokens: int
     max_num_active_reqs: int
     finished_req_ids: set[str]
@@ -64,7 +64,7 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
         self._budget = min(self.max_num_scheduled_tokens, self.scheduler_config.max_num_batched_tokens)
         self._rows: dict[str, Row] = {}
         self._running_rows: list[Row] = []
-        self._seen_running: list[Any] = []  # what `_running_rows` was made from
+        self._seen_running: list[Request] = []  # what `_running_rows` was made from
         self._in_flight: deque[DecodeStep] = deque()
         self._preemptions = 0
         self._holds = False
@@ -263,7 +263,9 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
 
     # --- update -----------------------------------------------------------------------------------------------------
 
-    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> dict[int, Any]:
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
         """Append a step's sampled tokens to the requests, as vLLM does, and return the outputs by client index."""
         step = next((step for step in self._in_flight if step.output is scheduler_output), None)
         while step is not None and self._in_flight.popleft() is not step:  # a step that failed never comes back
@@ -278,7 +280,7 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
             outputs, rest = self._decoded(step.rows, *sampled), step.prompts
         else:
             outputs, rest = self._released(), scheduler_output
-        by_client: dict[int, Any] = {}
+        by_client: dict[int, EngineCoreOutputs] = {}
         if rest is not None:
             by_client = super().update_from_output(rest, model_runner_output)
         if outputs:
@@ -286,7 +288,7 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
             mine.outputs = outputs + mine.outputs
         return by_client
 
-    def _decoded(self, rows: list[Row], tokens: list[int], logprobs: Any) -> list[EngineCoreOutput]:
+    def _decoded(self, rows: list[Row], tokens: list[int], logprobs: LogprobsLists | None) -> list[EngineCoreOutput]:
         """Append a decode step's tokens to the requests, and finish the requests that stop.
 
         Args:
@@ -302,7 +304,7 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
         values = logprobs.logprobs[:, 0].tolist() if holding and logprobs is not None else None
         block, longest, running = self._kv.block_size, self.max_model_len, RequestStatus.RUNNING
         cached = self._kv.num_cached_block
-        stopped: set[Any] = set()
+        stopped: set[Request] = set()
         for index, row in enumerate(rows):
             request = row.request
             if request.status is not running:
@@ -365,7 +367,7 @@ class Row:
         held_logprobs: the log-probs of these tokens.
     """
 
-    request: Any
+    request: Request
     plain: bool = field(init=False)
     stops: frozenset[int] = frozenset()
     length: int = 0
@@ -427,7 +429,7 @@ class DecodeStep:
     preemptions: int
     prompts: SchedulerOutput | None = None
 
-    def sampled(self, output: Any) -> tuple[list[int], LogprobsLists | None] | None:
+    def sampled(self, output: ModelRunnerOutput) -> tuple[list[int], LogprobsLists | None] | None:
         """Return the sampled token of each row and the log-probs, in the order of `rows`.
 
         None where the model runner's output has anything else, which vLLM's own method must then handle.

@@ -37,11 +37,15 @@ from .token_logprobs import without_ranks
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine import EngineCoreRequest
 
-    from .recorders import RoutingCapture
+    from .recorders import Experts, RoutingCapture
     from .sampling_graphs import SamplingGraphs
+    from .scheduler import DecodeScheduler
 
-Experts = np.ndarray[Any, np.dtype[np.int16]]
+
+Ids = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 
 class IdCollector(Protocol):
@@ -53,7 +57,7 @@ class IdCollector(Protocol):
     def close(self) -> None:
         """Drop the ids that nobody took."""
 
-    def returned(self, request_id: str, prompt_tokens: int, ids: Any) -> None:
+    def returned(self, request_id: str, prompt_tokens: int, ids: Ids) -> None:
         """Record the ids, (n,) int32, that a request's next token was sampled from."""
 
     def take(self, request_id: str, prompt_tokens: int, tokens: int) -> Support:
@@ -77,7 +81,7 @@ class Partial:
     row: int
     outside_id: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[np.ndarray[Any, Any]] = field(default_factory=list)
+    logprobs: list[np.ndarray[tuple[int, ...], np.dtype[np.float32]]] = field(default_factory=list)
     experts: list[Experts] = field(default_factory=list)
 
     def completion(self, finish_reason: str) -> Completion:
@@ -132,7 +136,7 @@ class Stepper:
         self._support = support
         self._engine, self._core = llm.llm_engine, llm.llm_engine.engine_core
         self._params = without_placeholders(dict(params), self._engine.vllm_config)
-        self._pattern: Any = None  # vLLM's `EngineCoreRequest`, checked and completed
+        self._pattern: EngineCoreRequest | None = None  # checked and completed
         self._text = bool(params["detokenize"] or params["logprobs"])
         self._inside: dict[str, str] = {}  # the id in vLLM's finished outputs -> the id it works with
         self.unfinished: dict[str, Partial] = {}
@@ -256,7 +260,7 @@ class Stepper:
                 self.prompt_tokens += len(output.prompt_token_ids)
         return completions
 
-    def _take_masks(self, support: IdCollector, outputs: Sequence[Any]) -> None:
+    def _take_masks(self, support: IdCollector, outputs: Sequence[RequestOutput]) -> None:
         """Move the ids that tokens were sampled from out of vLLM's outputs into `support`.
 
         Otherwise vLLM would turn the arrays of ids into lists when a request finishes.
@@ -329,7 +333,7 @@ class Stepper:
                 self._support.close()
 
     @contextmanager
-    def _holding(self, scheduler: Any) -> Iterator[None]:
+    def _holding(self, scheduler: DecodeScheduler) -> Iterator[None]:
         """Make the scheduler return a request's tokens only when it finishes, with log-probs but without ranks."""
         scheduler.holding = True
         if self._graphs is not None:

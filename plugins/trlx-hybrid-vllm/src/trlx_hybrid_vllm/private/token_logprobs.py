@@ -10,13 +10,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from vllm.triton_utils import tl, triton
 
 from . import Patch, may_replace, replaced
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
 
 PATCHES = (
     Patch(
@@ -80,7 +83,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 @contextmanager
-def without_ranks(scheduler: Any, device: torch.device) -> Iterator[None]:
+def without_ranks(scheduler: Scheduler, device: torch.device) -> Iterator[None]:
     """Let vLLM's sampler compute the log-probs of sampled tokens with this module's kernels.
 
     The tokens' ranks by probability are not computed: the tokens' ids stand in their place. Requests for more than the

@@ -20,6 +20,7 @@ from ..private.distributed import nccl_missing, transfer_backends
 
 if TYPE_CHECKING:
     from trlx_hybrid.session import Session
+    from vllm.distributed.weight_transfer.base import TrainerInitInfo
 
 METADATA_IS_READ = isinstance(WeightSource.metadata, property)
 """True from vLLM 0.33 on, where `WeightSource.metadata` is a property; before, it was a method."""
@@ -48,7 +49,7 @@ def backend_of(session: Session) -> str:
     return "gloo" if current_platform.is_cpu() or nccl_missing() else "nccl"
 
 
-def init_info(backend: str, fields: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+def init_info(backend: str, fields: Mapping[str, Any], options: Mapping[str, Any]) -> TrainerInitInfo:
     """Return the object with which vLLM opens the trainer's end of a weight transfer (the backend's init info).
 
     Args:

@@ -17,6 +17,7 @@ from .server import VLLMServerPlan
 
 if TYPE_CHECKING:
     from trlx_hybrid.session import Session
+    from vllm.distributed.weight_transfer import TrainerWeightTransferEngine
 
     from .sender import PolicySource
     from .worker import Routes
@@ -37,7 +38,7 @@ class TransferSync(WeightSync):
     def __init__(self, session: Session, options: TransferOptions) -> None:
         self._session, self._options = session, options
         self._source: PolicySource | None = None
-        self._sender: Any = None
+        self._sender: TrainerWeightTransferEngine | None = None
         self._joined: tuple[int, ...] = ()
         self._routes: Routes | None = None
 
@@ -122,7 +123,7 @@ class TransferSync(WeightSync):
         sender = self._joined_sender()
         self._within("the weights to be sent", sender.send_weights)
 
-    def _joined_sender(self) -> Any:
+    def _joined_sender(self) -> TrainerWeightTransferEngine:
         """Return the trainer's end of the transfer to all engines that live now; join them first, if they changed."""
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
@@ -145,7 +146,7 @@ class TransferSync(WeightSync):
             info = init_info(self._engine.plan.backend, fields, options.backend_options)
             client = GroupClient(engine, options.deadline)
 
-            def join() -> Any:
+            def join() -> TrainerWeightTransferEngine:
                 return WeightTransferTrainerFactory.trainer_init(info, client=client, source=self._source)
 
             self._sender = self._within("the engines to join", join)

@@ -25,6 +25,8 @@ from ..private.models import adapter_ranks, without_adapters
 from .loader import differ, flagged
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
+    from peft.tuners.lora.layer import LoraLayer
     from vllm import LLM
     from vllm.lora.request import LoRARequest
 
@@ -79,7 +81,7 @@ def lora_arguments(policy: Policy, dtype: torch.dtype | None = None) -> dict[str
     }
 
 
-def lora_layers(policy: Policy) -> dict[str, Any]:
+def lora_layers(policy: Policy) -> dict[str, LoraLayer]:
     """Return PEFT's LoRA layers in model order, each under the name that its module had before PEFT wrapped it."""
     if "peft" not in sys.modules:  # a PEFT model cannot exist without it, and importing it takes a second
         return {}
@@ -92,7 +94,7 @@ def lora_layers(policy: Policy) -> dict[str, Any]:
     return found
 
 
-def active_adapters(layers: dict[str, Any]) -> list[str]:
+def active_adapters(layers: dict[str, LoraLayer]) -> list[str]:
     """Return the sorted names of the adapters that are active in at least one of these LoRA layers."""
     return sorted({a for layer in layers.values() for a in layer.active_adapters if a in layer.r})
 
@@ -123,7 +125,7 @@ def unserved(policy: Policy, dtype: torch.dtype | None) -> str | None:
 
 
 def _unserved_config(policy: Policy) -> str | None:
-    configs = cast("dict[str, Any]", policy.module.peft_config)
+    configs = cast("dict[str, LoraConfig]", policy.module.peft_config)
     for name, config in configs.items():
         kind = getattr(config.peft_type, "value", config.peft_type)
         if kind != "LORA":
@@ -170,7 +172,7 @@ def _unserved_layers(policy: Policy) -> str | None:
     return None
 
 
-def largest_rank(layers: dict[str, Any]) -> int:
+def largest_rank(layers: dict[str, LoraLayer]) -> int:
     """Return the largest rank that an active adapter has in any layer: PEFT's `rank_pattern` may change it by layer."""
     active = active_adapters(layers)
     return max(int(layer.r[a]) for layer in layers.values() for a in active if a in layer.r)
@@ -415,7 +417,7 @@ class Slot:
     """
 
     name: str
-    layer: Any
+    layer: LoraLayer
     a: Tensor
     b: Tensor
     cut: ModuleSlots | None
@@ -436,7 +438,7 @@ def factors_of(slots: Sequence[Slot], adapter: str) -> list[tuple[Tensor, Tensor
     return list(zip(factors[::2], factors[1::2], scalings, strict=True))
 
 
-def weights_of(layer: Any, adapter: str) -> tuple[Tensor, Tensor]:
+def weights_of(layer: LoraLayer, adapter: str) -> tuple[Tensor, Tensor]:
     """Return A and B of a PEFT layer's adapter, sharded if the policy is.
 
     They are looked up at each call, because training may rebind any of them. The lookup avoids

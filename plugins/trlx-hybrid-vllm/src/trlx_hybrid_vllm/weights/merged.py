@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from .adapter import weights_of
 from .shared import SharedSync
 
 if TYPE_CHECKING:
+    from peft.tuners.lora.layer import LoraLayer
     from trlx_hybrid.contract.types import LoadReport
     from trlx_hybrid.session import Session
 
@@ -211,7 +212,7 @@ class Factors:
         return product.T if self.transposed else product
 
 
-def factors_of(name: str, layer: Any, adapter: str) -> Factors:
+def factors_of(name: str, layer: LoraLayer, adapter: str) -> Factors:
     """Return the current A, B and scaling of an adapter of a PEFT layer.
 
     Args:

@@ -290,5 +290,5 @@ def _refers_alone(tensor: Tensor) -> bool:
     return bool(torch._C._storage_Use_Count(storage._cdata) == 2)
 
 
-def _name(dtype: Any) -> str:
+def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

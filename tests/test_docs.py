@@ -260,6 +260,27 @@ def test_what_a_newcomer_is_sent_to_exists(row: list[str]) -> None:
     assert kind == "none" or f"`check_{kind.strip('`')}`" in check or kind == "`hook`"
 
 
+NAMED = re.compile(r"`((?:trlx_hybrid|plugins|examples|tests|benchmarks|docs)/[\w./-]+)`")
+ROOM = re.compile(r"^\| (`[\w/]+`(?:, `[\w/]+`)*) \| .* \| `([\w/.]+)` \|$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    named = {name for name in NAMED.findall(page.read_text()) if "NAME" not in name}
+    roots = (ROOT, ROOT / "trlx_hybrid", *ROOT.glob("plugins/*"))  # a page may say that it speaks of one of these
+    assert not [name for name in named if not any((root / name).exists() for root in roots)]
+
+
+def test_the_architecture_says_what_each_room_is_about() -> None:
+    table = (DOCS / "architecture.md").read_text().partition("## The rooms")[2].partition("The plugins, none")[0]
+    rooms = ROOM.findall(table)
+    for _, first in rooms:
+        assert (ROOT / "trlx_hybrid" / first).is_file()
+    told = {name.strip("`/") for names, _ in rooms for name in names.split(", ")}
+    entries = [entry for entry in (ROOT / "trlx_hybrid").iterdir() if not entry.name.startswith("_")]
+    assert told == {entry.stem for entry in entries if entry.suffix == ".py" or any(entry.glob("*.py"))}
+
+
 def test_a_newcomer_finds_each_kind_check_and_slot() -> None:
     kinds, checks = {row[5].strip("`") for row in ADDED}, " ".join(row[3] for row in ADDED)
     assert kinds - {"none"} == set(KINDS)

@@ -462,8 +462,12 @@ def _start_ranks(
     """Start the ranks: have the actor of every node start `accelerate launch` there.
 
     Args:
+        job: the launch.
         placements: the placement of the ranks, then those that the placement file reserves for other parts, such as
             engines and rewards.
+        actors: for each node of the ranks' placement, the handle of its `NodeActor`.
+        config, arguments: the text of accelerate's config file and the common arguments, both from
+            `accelerate_arguments`.
         told: the environment variables that every rank gets, from `variables`.
 
     Raises:

@@ -173,11 +173,13 @@ def state(pid: int) -> str | None:
 
 
 def end(owner: str, pid: int, grace: float) -> list[int]:
-    """Send SIGTERM to all descendants, and SIGKILL to those that are left after `grace` seconds. Returns the ids of the
-    processes that got SIGKILL.
+    """Send SIGTERM to all processes that an owner has started, and SIGKILL to those that are left after `grace`
+    seconds. Returns the ids of the processes that got SIGKILL.
 
     Args:
-        owner, pid: as `descendants` takes them.
+        owner: the owner's number, `Reaper.owner`; "" for none.
+        pid: the id of a process; processes in its group or session are ended, too. 0 for none.
+        grace: seconds between the two signals.
     """
     _signal(owner, pid, signal.SIGTERM, grace)
     killed: set[int] = set()
@@ -188,12 +190,13 @@ def end(owner: str, pid: int, grace: float) -> list[int]:
 
 
 def _signal(owner: str, pid: int, which: signal.Signals, seconds: float) -> set[int]:
-    """Send a signal to all descendants, and wait for at most `seconds` until none is left. Returns the ids of the
-    processes that got the signal.
+    """Send a signal to all processes that an owner has started, and wait for at most `seconds` until none is left.
+    Returns the ids of the processes that got the signal.
 
     Args:
-        owner, pid: as `descendants` takes them.
+        owner, pid: the owner's number and a process id, as in `end`.
         which: the signal.
+        seconds: the time to wait.
     """
     sent = set()
     for process in descendants(owner, pid):
@@ -300,8 +303,9 @@ def main(pid: int, owner: str, grace: float, folder: str, with_segments: bool) -
     Args:
         pid: the owner's process id.
         owner: the owner's number.
-        grace, folder: as `Reaper` takes them.
-        with_segments: `Reaper`'s `segments`.
+        grace: seconds that descendants have to end by themselves.
+        folder: a folder to remove when the descendants have ended; "" for none.
+        with_segments: whether to remove shared-memory segments that the descendants leave.
     """
     _mark(None)  # the owner may end all processes with its mark, and this one must go on
     process = os.pidfd_open(pid)

@@ -93,6 +93,7 @@ class RemoteEngine:
         return RemoteStream(self.pool, self._holding(), sampling, channel, self._options.deadline, self._revived).open()
 
     def _holding(self) -> list[int]:
+        """Return the numbers of the living engines that hold the weights of the last sync."""
         return [number for number in self.pool.replicas if number in self._current]
 
     def _revived(self) -> list[int]:

@@ -39,9 +39,13 @@ would have to wait for other calls to end."""
 
 
 class EnginePool:
-    """The engines of a run that are alive. Dead ones are replaced, up to `RemoteOptions.restarts` of them.
+    """The engines of a run that are alive, each a server in a Ray actor. Dead ones are replaced, up to
+    `RemoteOptions.restarts` of them.
 
     Args:
+        plan: what each server is built from.
+        options: the user's options of the remote engine.
+        ranks: the training processes; only rank 0 starts actors.
         trainers: by the node's id, the GPUs that ranks train on while Ray takes them to be free.
 
     Attributes:
@@ -128,6 +132,11 @@ class EnginePool:
             raise EngineError(brief(error)) from error
 
     def _completed(self) -> dict[int, Worker]:
+        """Start what is missing and wait for it, and return the living engines, by number.
+
+        Raises:
+            EngineError: no engine lives, or the engines did not start at the beginning of the run.
+        """
         from ray.exceptions import GetTimeoutError
 
         first = not self._actors.workers
@@ -168,7 +177,9 @@ def reserved(plan: ServerPlan, options: RemoteOptions, trainers: Mapping[str, Se
     use without Ray knowing are reserved first, so that Ray does not give them to engines.
 
     Args:
-        trainers: as `EnginePool` takes it.
+        plan: what each server is built from; it says whether servers need GPUs.
+        options: the user's options of the remote engine.
+        trainers: by the node's id, the GPUs that ranks train on while Ray takes them to be free.
 
     Raises:
         ConfigError: the resources make no sense.

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Work, _get_default_store
 from trlx_hybrid.errors import PeerLostError
 
 T = TypeVar("T")
@@ -49,15 +50,14 @@ class Agreement:
     _made = 0  # counts per process: all ranks make the same number, so it names the same agreement on all
 
     def __init__(self, rank: int, world: int, deadline: float, stall: float = 30.0) -> None:
-        self.group: Any = None
+        self.group: dist.ProcessGroup | None = None
         self._rank, self._world, self._deadline, self._stall = rank, world, deadline, stall
         self._round = 0
-        self._fast: tuple[Any, torch.device] | None = None
+        self._fast: tuple[dist.ProcessGroup, torch.device] | None = None
         if world == 1:
             return
         Agreement._made += 1
-        store = dist.distributed_c10d._get_default_store()
-        self._store: Any = dist.PrefixStore(f"trlx_hybrid/reshard/{Agreement._made}", store)  # type: ignore[attr-defined]
+        self._store = PrefixStore(f"trlx_hybrid/reshard/{Agreement._made}", _get_default_store())
         limit = timedelta(seconds=deadline)
         everyone = [f"at/{rank}" for rank in range(world)]
         self._enter()
@@ -80,14 +80,14 @@ class Agreement:
         if self.group is None:
             return [value]
         self.same(what, [], False)
-        gathered: list[Any] = [None] * self._world
+        gathered = [value] * self._world
         try:
             dist.all_gather_object(gathered, value, group=self.group)
         except RuntimeError as error:
             raise self._lost(what, "", error) from error
         return gathered
 
-    def use(self, group: Any, device: torch.device) -> None:
+    def use(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Compare numbers over this process group from now on, because NCCL takes a tenth of gloo's time.
 
         Args:
@@ -148,7 +148,7 @@ class Agreement:
         back.copy_(there, non_blocking=True)
         return back, torch.cuda.current_stream(device).record_event()
 
-    def _wait(self, what: str, began: float, meeting: Any, event: torch.cuda.Event | None) -> None:
+    def _wait(self, what: str, began: float, meeting: Work, event: torch.cuda.Event | None) -> None:
         """Wait for an all-reduce of all ranks, and log every minute for which rank.
 
         Args:
@@ -161,7 +161,7 @@ class Agreement:
             PeerLostError: a rank died or did not come in time, or all ranks came and the event did not.
         """
         tell, met = began + TELL, None
-        while event is None or not event.query():  # type: ignore[no-untyped-call]
+        while event is None or not completed(event):
             now = time.monotonic()
             if met is None and meeting.is_completed():
                 try:
@@ -241,7 +241,13 @@ class Agreement:
             dist.destroy_process_group(group)
 
 
-def model_difference(theirs: Sequence[Mapping[str, Any]]) -> str | None:
+def completed(event: torch.cuda.Event) -> bool:
+    """Return whether the device has reached an event. torch's own method has no type."""
+    query: Callable[[], bool] = event.query
+    return query()
+
+
+def model_difference(theirs: Sequence[Mapping[str, tuple[int, ...]]]) -> str | None:
     """Describe the first rank that trains another model than rank 0, and the first parameter that differs. Returns None
     if all ranks train the same model.
 

@@ -4,7 +4,6 @@ parameter's layer."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +34,7 @@ as a position in `Parameter.layers`; the box's `start` and `stop` in the whole t
 part of the tensor (`here`), in which all ranges that the rank holds are laid end to end.
 """
 
-Slices = NDArray[Any]
+Slices = NDArray[np.void]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

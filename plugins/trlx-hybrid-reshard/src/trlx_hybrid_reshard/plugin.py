@@ -3,13 +3,15 @@ imports no torch, no vLLM and no numpy, because every installed plugin is loaded
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trlx_hybrid.plugins.hookspecs import hookimpl
 
 from .options import ReshardOptions
 
 if TYPE_CHECKING:
+    from argparse import ArgumentParser, _SubParsersAction
+
     from trlx_hybrid.plugins.registry import Registry
 
 
@@ -28,7 +30,7 @@ def trlx_register(registry: Registry) -> None:
 
 
 @hookimpl
-def trlx_command(commands: Any) -> None:
+def trlx_command(commands: _SubParsersAction[ArgumentParser]) -> None:
     """Add the command `trlx-hybrid reshard-plan` to the sub-parsers of `trlx-hybrid`."""
     from .planner.cli import add_command
 

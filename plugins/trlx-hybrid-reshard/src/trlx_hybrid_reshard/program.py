@@ -9,10 +9,9 @@ and a peer are packed into one message. Both ends know sizes and order of the sl
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +27,9 @@ ALONE = 1 << 20
 time in which NVLink moves 3 MB."""
 ALIGNMENT = 256
 """The alignment of packed slices in bytes, which suits copy kernels and the network."""
+
+new_stream: Callable[..., torch.cuda.Stream] = torch.cuda.Stream
+"""The constructor of CUDA streams, with a type, which torch leaves out."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,7 +123,7 @@ class Copies:
         if len(self.strided[0]) + bool(self.dense[0]) <= 1:
             return
         graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = new_stream(device)
         # Other threads of this process, such as NCCL's watchdog, call CUDA during the capture.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self._launch()
@@ -310,7 +312,7 @@ def program(
         device: the device of the engine's memory.
         alone: the size in bytes from which a box is a message of its own.
     """
-    first: dict[str, dict[Any, Region]] = {}
+    first: dict[str, dict[tuple[tuple[int, int], ...], Region]] = {}
     duplicates = Copies()
     for name in names:
         for region in regions.get(name, ()):
@@ -344,7 +346,7 @@ class _Places:
     dtype: torch.dtype
     device: torch.device
 
-    def source(self, piece: Any, here: Any) -> Tensor:
+    def source(self, piece: np.void, here: Ints) -> Tensor:
         """Return the view of a box in the trainer's shard.
 
         Args:
@@ -356,7 +358,7 @@ class _Places:
             tensor = tensor.narrow(d, int(here[d]), int(piece["stop"][d] - piece["start"][d]))
         return tensor
 
-    def target(self, piece: Any) -> Tensor:
+    def target(self, piece: np.void) -> Tensor:
         """Return the view of a box in the engine's memory.
 
         Args:

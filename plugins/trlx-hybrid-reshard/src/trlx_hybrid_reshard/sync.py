@@ -10,11 +10,11 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from .agreement import Agreement, model_difference, plan_difference
 from .buckets import Buckets, bucketed
 from .descriptors import DIMENSIONS, lower
 from .layouts import Model
-from .live import LiveSharding, read_engines
+from .live import Boxes, LiveSharding, read_engines
 from .options import ReshardOptions
 from .plan import plan
 from .program import program
@@ -72,7 +72,7 @@ class ReshardSync(WeightSync):
         self._run, self._options = run, options
         self._agreement: Agreement | None = None
         self._sides: _Sides | None = None
-        self._group: Any = None
+        self._group: dist.ProcessGroup | None = None
         self._known: dict[tuple[str, ...], PreparedPlan] = {}
         self._synced = self._lost = False
         self._log = SyncLog(run.ranks.rank, self._advice)
@@ -316,7 +316,7 @@ class _Sides:
 
     shards: Shards
     regions: Regions
-    held: Sequence[dict[str, Any]]
+    held: Sequence[Mapping[str, Boxes]]
     names: tuple[str, ...]
     ranks_per_node: int
 
@@ -366,7 +366,7 @@ class PreparedPlan:
         names: Sequence[str],
         dtype: torch.dtype,
         rank: int,
-        group: Any,
+        group: dist.ProcessGroup | None,
         options: ReshardOptions,
     ) -> None:
         self._sides, self._names, self._dtype, self._group, self._options = sides, names, dtype, group, options

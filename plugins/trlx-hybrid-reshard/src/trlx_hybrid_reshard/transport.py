@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Work
 from trlx_hybrid.errors import PeerLostError
 
-from .agreement import POLL
-from .program import BucketViews, Program
+from .agreement import POLL, completed
+from .program import BucketViews, Program, new_stream
 
 
 class Transport:
@@ -34,7 +34,13 @@ class Transport:
     """
 
     def __init__(
-        self, program: Program, group: Any, device: torch.device, stall: float, *, record: bool = True
+        self,
+        program: Program,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        stall: float,
+        *,
+        record: bool = True,
     ) -> None:
         self._program, self._group, self._stall = program, group, stall
         self._device = device
@@ -43,10 +49,10 @@ class Transport:
             for b in program.buckets
         ]
         self._operations = [self._operations_of(bucket) for bucket in program.buckets]
-        self._streams: Any = None
+        self._streams: list[torch.cuda.Stream] = []
         self._to_record, self._ran = record and program.on(device), False
         if device.type == "cuda":
-            self._streams = [torch.cuda.Stream(device, priority=p) for p in (-1, -1, 0)]  # type: ignore[no-untyped-call]
+            self._streams = [new_stream(device, priority=p) for p in (-1, -1, 0)]
             self._numbers = torch.arange(len(program.buckets) + 1, dtype=torch.int32, device=device)
             self._done = torch.zeros((), dtype=torch.int32, pin_memory=True)
 
@@ -63,7 +69,7 @@ class Transport:
             PeerLostError: nothing arrives any more, or a rank is gone; names this rank, the bucket and the other rank.
         """
         with self._program.staging.held():
-            if self._streams is None:
+            if not self._streams:
                 self._run_on_host()
             else:
                 self._run_on_streams()
@@ -80,7 +86,7 @@ class Transport:
             under_way = following
         self._program.duplicates.run()
 
-    def _launch(self, number: int) -> list[Any]:
+    def _launch(self, number: int) -> list[Work]:
         """Pack a bucket and start to send and receive it. Returns the work handles to wait for."""
         self._program.buckets[number].pack.run()
         operations = self._operations[number]
@@ -91,7 +97,7 @@ class Transport:
         except RuntimeError as error:
             raise self._failed(number, "exchange with", None, error) from error
 
-    def _wait(self, number: int, under_way: list[Any]) -> None:
+    def _wait(self, number: int, under_way: list[Work]) -> None:
         """Wait for all messages of a bucket.
 
         Args:
@@ -149,7 +155,7 @@ class Transport:
             PeerLostError: no bucket completes for `stall` seconds.
         """
         done, ends = int(self._done), time.monotonic() + self._stall
-        while not end.query():  # type: ignore[no-untyped-call]
+        while not completed(end):
             if (now := int(self._done)) != done:
                 done, ends = now, time.monotonic() + self._stall
             if time.monotonic() > ends:

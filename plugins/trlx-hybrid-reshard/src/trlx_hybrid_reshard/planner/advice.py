@@ -8,10 +8,11 @@ so the run refuses such a mesh (`live.from_dtensor`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from trlx_hybrid.errors import ConfigError
@@ -20,6 +21,9 @@ from ..layouts import MeshLayout, Model, Parameter
 from ..plan import plan
 from ..sharding import Sharding
 from .architectures import describe
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 SAMPLE = 64
 """The number of ranks for which a plan is made; of more ranks, a sample of this size stands for all."""
@@ -92,11 +96,11 @@ def shard_dims(model: Model, train: MeshLayout, rollout: MeshLayout) -> tuple[tu
     for p in model.parameters:
         if p.cut not in chosen:
             even = [d for d, size in enumerate(p.shape) if d == 0 or size % train.fsdp == 0]
-            chosen[p.cut] = min(even, key=lambda d, p=p: worst(p, d))  # type: ignore[misc]
+            chosen[p.cut] = min(even, key=functools.partial(worst, p))
     return tuple((p.name, chosen[p.cut]) for p in model.parameters if chosen[p.cut])
 
 
-def advice_for_run(config: Any, train: Sharding, rollout: Sharding, itemsize: int) -> str:
+def advice_for_run(config: PretrainedConfig, train: Sharding, rollout: Sharding, itemsize: int) -> str:
     """Return sentences for the user on how many bytes other layouts would save, on the rank that receives the most.
 
     Args:

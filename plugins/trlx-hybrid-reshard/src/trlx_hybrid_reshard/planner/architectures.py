@@ -7,17 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trlx_hybrid.errors import ConfigError, did_you_mean
 
 from ..layouts import Model, Parameter, Stage
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+Fields: TypeAlias = Mapping[str, Any]
+"""The content of a transformers config, as of a config.json."""
 LAYER = "model.layers.{}."
 """The name of a layer's module, before the names of its parameters; `{}` stands for the layer's number."""
 
 
-def describe(config: Any, *, name: str = "", itemsize: int = 2) -> Model:
+def describe(config: PretrainedConfig | Fields, *, name: str = "", itemsize: int = 2) -> Model:
     """Return the parameters of the model that transformers 5 builds from a config, as they lie in memory.
 
     Args:
@@ -44,7 +49,7 @@ def describe(config: Any, *, name: str = "", itemsize: int = 2) -> Model:
     return Model(name=name or kind, parameters=parameters, itemsize=itemsize)
 
 
-def _causal_lm(c: Mapping[str, Any], **traits: bool) -> tuple[Parameter, ...]:
+def _causal_lm(c: Fields, **traits: bool) -> tuple[Parameter, ...]:
     """Return the parameters of a causal language model: embedding, layers, norm and output head.
 
     Args:
@@ -76,7 +81,7 @@ def _linear(weight: Parameter, bias: bool) -> list[Parameter]:
     return [weight, Parameter(name=name, shape=shape, layers=weight.layers, depth=weight.depth)]
 
 
-def _attention(c: Mapping[str, Any], *, qkv_bias: bool, o_bias: bool, head_norms: bool) -> list[Parameter]:
+def _attention(c: Fields, *, qkv_bias: bool, o_bias: bool, head_norms: bool) -> list[Parameter]:
     """Return the parameters of the attention of all layers.
 
     Args:
@@ -114,14 +119,14 @@ def _attention(c: Mapping[str, Any], *, qkv_bias: bool, o_bias: bool, head_norms
     return found + norms * head_norms
 
 
-def _norms(c: Mapping[str, Any]) -> list[Parameter]:
+def _norms(c: Fields) -> list[Parameter]:
     """Return the two norms of all layers."""
     layers = range(c["num_hidden_layers"])
     names = ("input_layernorm", "post_attention_layernorm")
     return [Parameter(name=f"{LAYER}{n}.weight", shape=(c["hidden_size"],), layers=layers) for n in names]
 
 
-def _mlp(c: Mapping[str, Any], layers: Sequence[int], *, bias: bool) -> list[Parameter]:
+def _mlp(c: Fields, layers: Sequence[int], *, bias: bool) -> list[Parameter]:
     """Return the parameters of the dense MLPs, for the layers with these numbers."""
     hidden, inner = c["hidden_size"], c["intermediate_size"]
     gate = Parameter(
@@ -139,7 +144,7 @@ def _mlp(c: Mapping[str, Any], layers: Sequence[int], *, bias: bool) -> list[Par
     return [p for weight in (gate, up, down) for p in _linear(weight, bias)]
 
 
-def _experts(c: Mapping[str, Any], layers: Sequence[int]) -> list[Parameter]:
+def _experts(c: Fields, layers: Sequence[int]) -> list[Parameter]:
     """Return the parameters of the mixture of experts, for the layers with these numbers: the router and the fused
     experts."""
     hidden, inner, experts = c["hidden_size"], c["moe_intermediate_size"], c["num_experts"]
@@ -154,9 +159,7 @@ def _experts(c: Mapping[str, Any], layers: Sequence[int]) -> list[Parameter]:
     ]
 
 
-def _layers(
-    c: Mapping[str, Any], *, qkv_bias: bool = False, head_norms: bool = False, experts: bool = False
-) -> list[Parameter]:
+def _layers(c: Fields, *, qkv_bias: bool = False, head_norms: bool = False, experts: bool = False) -> list[Parameter]:
     """Return the parameters of all layers.
 
     Args:
@@ -184,9 +187,7 @@ ARCHITECTURES: Mapping[str, Mapping[str, bool]] = {
 is built like Llama, with a head size of its own and tied embeddings."""
 
 
-def _shape(
-    kind: str, hidden: int, inner: int, layers: int, heads: int, kv: int, vocab: int, **more: Any
-) -> dict[str, Any]:
+def _shape(kind: str, hidden: int, inner: int, layers: int, heads: int, kv: int, vocab: int, **more: object) -> Fields:
     """Return the fields of a config. `inner` is the intermediate size, `kv` the number of key-value heads; `more` adds
     further fields."""
     return {
@@ -200,7 +201,7 @@ def _shape(
     } | more
 
 
-SHAPES: Mapping[str, Mapping[str, Any]] = {
+SHAPES: Mapping[str, Fields] = {
     "0.5b": _shape("qwen2", 896, 4864, 24, 14, 2, 151936, tie_word_embeddings=True),
     "0.6b": _shape("qwen3", 1024, 3072, 28, 16, 8, 151936, head_dim=128, tie_word_embeddings=True),
     "1.5b": _shape("qwen2", 1536, 8960, 28, 12, 2, 151936, tie_word_embeddings=True),

@@ -37,10 +37,10 @@ FIELDS = ("receives", "floor", "sends", "send_floor", "local_copy", "zero", "int
 WIDTHS = [max(11, len(name)) for name in COLUMNS]
 
 
-def add_command(commands: Any) -> None:
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `reshard-plan` to the sub-parsers of a command line. The parsed options have `run`, a function that takes
     them and returns the exit status."""
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = commands.add_parser(
         "reshard-plan",
         help="estimate the cost of a weight sync between layouts",
         description="Estimate the bytes, memory and time of a weight sync from the training layout to the rollout "
@@ -79,7 +79,7 @@ def add_command(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options: Any) -> int:
+def run(options: argparse.Namespace) -> int:
     """Print the estimate, as text or as JSON.
 
     Args:
@@ -195,7 +195,7 @@ def _ranks_per_node(world: int, hosts: int | None) -> int:
 
 def _as_dict(
     model: Model, source: MeshLayout, target: MeshLayout, found: Forecast, better: Sequence[Better]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the content of the report as a dictionary, for `--json`."""
     return {
         "model": model.name,

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from trlx_hybrid.errors import ConfigError, listed
 from trlx_hybrid.interprocess import plain_data, remote_errors
@@ -23,8 +23,11 @@ from .cluster import ADDRESS, LOCAL, NAMESPACE, connect
 from .errors import brief
 from .placement import Placement, PlacementRequest, reserve
 from .printer import say
-from .waiting import replies
+from .waiting import Handle, Reference, replies
 from .worker_group.errors import DeadlineError, WorkerDiedError, WorkerError
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
 
 DEADLINE = 600.0
 """The default limit in seconds for scoring a batch with a remote reward, or for one call of a remote environment."""
@@ -105,7 +108,7 @@ class Pickled:
     path: tuple[str, ...]
 
     @classmethod
-    def of(cls, value: Any, what: str, remedy: str) -> Pickled:
+    def of(cls, value: object, what: str, remedy: str) -> Pickled:
         """Pickle an object. Classes and functions that the script itself defines are pickled by value, all others by
         reference to their module.
 
@@ -119,7 +122,8 @@ class Pickled:
         from ray import cloudpickle
 
         try:
-            body = bytes(cloudpickle.dumps(value))  # type: ignore[no-untyped-call]
+            dumps: Callable[[object], bytes] = cloudpickle.dumps
+            body = dumps(value)
         except Exception as error:  # pickling runs arbitrary code
             raise ConfigError(f"{what} cannot be sent to its workers: {obstacle(value, error)}. {remedy}") from error
         return cls(what, body, tuple(os.path.abspath(entry) for entry in sys.path))
@@ -141,7 +145,7 @@ class Pickled:
             ) from error
 
 
-def obstacle(value: Any, error: BaseException) -> str:
+def obstacle(value: object, error: BaseException) -> str:
     """Return, for a message, why an object cannot be pickled, and which of its parts prevents it, as far as that can be
     found out.
 
@@ -159,7 +163,7 @@ def obstacle(value: Any, error: BaseException) -> str:
     return f"it holds {'; '.join(parts)} ({reason})" if parts else reason
 
 
-def reply_of(function: Callable[[], Any]) -> bytes:
+def reply_of(function: Callable[[], object]) -> bytes:
     """Call a function in an actor, and return a reply to send to the trainer: the function's result or exception as
     plain data, for `result_of`."""
     try:
@@ -231,7 +235,7 @@ class Worker:
     noun: str
     index: int
     number: int
-    handle: Any
+    handle: Handle
     where: str = ""
     dead: bool = False
 
@@ -260,7 +264,7 @@ class ActorPool:
     def __init__(
         self,
         kind: type,
-        arguments: Sequence[Any],
+        arguments: Sequence[object],
         size: int,
         places: Callable[[], Sequence[Placement]],
         *,
@@ -275,7 +279,7 @@ class ActorPool:
         self._arguments, self._size, self._places, self._noun, self._threads = arguments, size, places, noun, threads
         self._seconds = debugging.patience(start_deadline)
         self._reserved: Sequence[Placement] = ()
-        self._starting: dict[Worker, Any] = {}
+        self._starting: dict[Worker, Reference] = {}
         self._numbers = itertools.count()
 
     def launch(self, indices: Sequence[int] | None = None) -> None:
@@ -319,7 +323,7 @@ class ActorPool:
         import ray
 
         worker.dead = True
-        ray.kill(worker.handle)
+        ray.kill(cast("ActorHandle[object]", worker.handle))
 
     def close(self) -> None:
         """End all actors and give the resources back. Safe to call twice."""
@@ -340,11 +344,11 @@ class PoolActor:
     On Linux no process that an actor started outlives it, daemons included, however the actor ends.
     """
 
-    def __init__(self, pickled: Pickled, settings: Sequence[Any]) -> None:
+    def __init__(self, pickled: Pickled, settings: Sequence[object]) -> None:
         see_own_gpus()
         self._started = reply_of(lambda: self._start(pickled, settings))
 
-    def _start(self, pickled: Pickled, settings: Sequence[Any]) -> None:
+    def _start(self, pickled: Pickled, settings: Sequence[object]) -> None:
         if sys.platform == "linux":
             self._reaper = reaper.Reaper(GRACE, segments=False)  # first, since the user's code may start processes
         self.load(pickled.load(), *settings)
@@ -382,7 +386,7 @@ class UserPool(ActorPool):
         self,
         kind: type[PoolActor],
         pickled: Pickled,
-        settings: Sequence[Any] = (),
+        settings: Sequence[object] = (),
         *,
         name: str,
         role: str,

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -326,7 +326,7 @@ def _greet(host: str, port: int) -> None:
 
 
 @contextmanager
-def _started(settings: dict[str, Any], folder: Path) -> Iterator[str]:
+def _started(settings: Mapping[str, object], folder: Path) -> Iterator[str]:
     """Start a cluster from a child process with a session of its own. Yields the cluster's address as host:port, and
     ends the cluster with the context.
 

@@ -13,7 +13,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from trlx_hybrid.contract.types import Finding
 from trlx_hybrid.errors import ConfigError, listed
@@ -64,7 +63,7 @@ def add_options(doctor: argparse.ArgumentParser) -> None:
     group.add_argument("--token-file", metavar="FILE", help="with --ray: authentication token of the cluster")
 
 
-def findings(options: Any) -> Iterator[Finding] | None:
+def findings(options: argparse.Namespace) -> Iterator[Finding] | None:
     """Return the findings on the cluster that the options name; None without `--ray`.
 
     Args:
@@ -84,7 +83,7 @@ def findings(options: Any) -> Iterator[Finding] | None:
     return _findings(options)
 
 
-def _findings(options: Any) -> Iterator[Finding]:
+def _findings(options: argparse.Namespace) -> Iterator[Finding]:
     """Connect to the cluster and yield the findings on it."""
     os.environ.pop(SET_ASIDE, None)  # in a rank, or it would use the launcher's reservations
     with connect(options.ray or os.environ.get("RAY_ADDRESS") or LOCAL, token_file=options.token_file) as cluster:
@@ -309,7 +308,7 @@ def tensor_parallel(largest: int, *, backend: str | None = None) -> Iterator[Fin
             return
 
 
-def _reduced(topic: str, places: Sequence[Mapping[str, Any]], named: Sequence[str], backend: str | None) -> Finding:
+def _reduced(topic: str, places: Sequence[Mapping[str, object]], named: Sequence[str], backend: str | None) -> Finding:
     """Test whether actors form a process group and sum a tensor. Returns the finding, which names the step that fails.
 
     Args:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from typing import Any
 
 LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's variable that says whether a started cluster is reachable from other machines ("1") or from this machine only
@@ -51,7 +51,8 @@ def free_resources() -> Mapping[str, Mapping[str, float]]:
     used up are left out."""
     from ray._private.state import available_resources_per_node
 
-    return cast("Mapping[str, Mapping[str, float]]", available_resources_per_node())  # type: ignore[no-untyped-call]
+    found: Callable[[], Mapping[str, Mapping[str, float]]] = available_resources_per_node
+    return found()
 
 
 def stop_where_raised() -> None:
@@ -59,4 +60,13 @@ def stop_where_raised() -> None:
     when the user continues."""
     from ray.util import rpdb
 
-    rpdb._post_mortem()  # type: ignore[no-untyped-call]
+    stop: Callable[[], None] = rpdb._post_mortem
+    stop()
+
+
+def node_address() -> str:
+    """Return the IP address by which the cluster knows this process's node."""
+    import ray
+
+    found: Callable[[], str] = ray.util.get_node_ip_address
+    return found()

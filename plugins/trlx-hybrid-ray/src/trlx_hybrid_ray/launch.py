@@ -26,7 +26,7 @@ from .errors import LaunchError, PlacementError, ScriptError, brief
 from .monitor import Monitor
 from .placement import SET_ASIDE, Placement, PlacementRequest, reserve
 from .printer import Printer, prefixes, say
-from .waiting import replies
+from .waiting import Handle, Reference, replies
 
 EPILOG = """\
 examples:
@@ -142,7 +142,7 @@ class Job:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def add_command(commands: Any) -> None:
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `launch` to the sub-parsers of the `trlx-hybrid` command. Its `run` takes the parsed options and returns the
     exit status."""
     parser: argparse.ArgumentParser = commands.add_parser(
@@ -185,7 +185,7 @@ def add_command(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def job_of(options: Any) -> Job:
+def job_of(options: argparse.Namespace) -> Job:
     """Return the job that the parsed command-line options ask for.
 
     Raises:
@@ -215,7 +215,7 @@ def job_of(options: Any) -> Job:
     )
 
 
-def _places_of(options: Any) -> dict[str, Any]:
+def _places_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of a `Job` that say where ranks run and with which resources, from the command-line options.
     Used without `--placement`."""
     if options.cpu and options.gpus_per_node is not None:
@@ -235,7 +235,7 @@ def _places_of(options: Any) -> dict[str, Any]:
     }
 
 
-def _places_in(options: Any) -> dict[str, Any]:
+def _places_in(options: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of a `Job` that say where ranks and other parts run and with which resources, read from the
     `--placement` file."""
     for name in ("nodes", "node", "gpus_per_node", "cpu", "processes_per_node", "cpus_per_process"):
@@ -256,7 +256,7 @@ def _places_in(options: Any) -> dict[str, Any]:
     }
 
 
-def run(options: Any) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run the command `launch`: connect to the cluster, launch the job and return the exit code. It is that of the rank
     that failed first, 0 if none did, or 128 + n where the command was ended by signal n.
 
@@ -454,7 +454,7 @@ def _places(job: Job, start: int, printer: Printer, stack: ExitStack) -> list[Pl
 def _start_ranks(
     job: Job,
     placements: Sequence[Placement],
-    actors: Sequence[Any],
+    actors: Sequence[Handle],
     config: str,
     arguments: tuple[str, ...],
     told: Mapping[str, str],
@@ -509,7 +509,7 @@ def _start_ranks(
 
 
 def _answers(
-    placement: Placement, calls: Sequence[Any], seconds: float, way_out: str = "See the logs of its raylet."
+    placement: Placement, calls: Sequence[Reference], seconds: float, way_out: str = "See the logs of its raylet."
 ) -> list[Any]:
     """Wait for the answers to calls of the nodes' actors, and return them in order.
 

@@ -24,7 +24,7 @@ from .errors import brief
 from .node import STOPPED_SECONDS, NodeActor, NodeReport
 from .placement import Placement
 from .printer import Printer
-from .waiting import replies
+from .waiting import Handle, Reference, replies
 
 TICK = 0.2
 POLL = 1.0  # seconds between a node's answers, at most
@@ -74,9 +74,9 @@ class LaunchFailure:
 
 @dataclass(slots=True)
 class _Node:
-    actor: Any
+    actor: Handle
     name: str
-    poll: Any = None
+    poll: Reference | None = None
     seen: int = 0
     quiet: float = 0.0
     code: int | None = None  # accelerate's exit code, once it has ended and all output has arrived
@@ -108,7 +108,7 @@ class Monitor:
 
         # Detached: Ray ends other actors when their owner does not answer, as a launcher that is suspended. These end
         # with the placement group, which goes when this driver is gone.
-        settled: Any = {"max_restarts": 0, "max_concurrency": 4, "lifetime": "detached"}
+        settled = {"max_restarts": 0, "max_concurrency": 4, "lifetime": "detached"}
         kind: Any = ray.remote(NodeActor)
         numbers = range(len(placement.bundles))
         self.actors = [kind.options(**settled, **placement.replica_options(number)).remote() for number in numbers]
@@ -258,7 +258,7 @@ class Monitor:
 
         node = self._nodes[number]
         node.lost, node.poll = True, None
-        threading.Thread(target=lambda: ray.kill(node.actor), daemon=True).start()
+        threading.Thread(target=lambda: ray.kill(self.actors[number]), daemon=True).start()
         self._fail(LaunchFailure(number, None, time.time() - node.quiet, why=why))
 
     def _fail(self, failure: LaunchFailure) -> None:
@@ -277,7 +277,7 @@ class Monitor:
         self._stopped_at, self._kill_at = now, now + GRACE
         self._call("signal", int(which))
 
-    def _call(self, method: str, *arguments: Any) -> dict[int, Any]:
+    def _call(self, method: str, *arguments: object) -> dict[int, Reference]:
         """Call a method of the actors of all nodes that are not lost. Returns references to their answers, by the
         node's number."""
         there = [(number, node.actor) for number, node in enumerate(self._nodes) if not node.lost]

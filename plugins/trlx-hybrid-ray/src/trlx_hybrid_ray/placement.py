@@ -79,7 +79,8 @@ def alive_nodes() -> list[Node]:
 
     free = free_resources()
     found = []
-    for entry in ray.nodes():  # type: ignore[no-untyped-call]
+    nodes: Callable[[], Sequence[Mapping[str, Any]]] = ray.nodes
+    for entry in nodes():
         if entry["Alive"]:
             has, left = entry["Resources"], free.get(entry["NodeID"], {})
             found.append(

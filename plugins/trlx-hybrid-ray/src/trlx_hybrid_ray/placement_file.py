@@ -135,8 +135,8 @@ def told(placements: Sequence[Placement], world: int, ranks: range, path: str) -
         ranks: the ranks on this node.
         path: the placement file, for messages.
     """
-    nodes: dict[str, Any] = {}
-    sets: dict[str, Any] = {}
+    nodes: dict[str, object] = {}
+    sets: dict[str, object] = {}
     for placement in placements:
         request = placement.request
         shares = _shares(request.name, world)

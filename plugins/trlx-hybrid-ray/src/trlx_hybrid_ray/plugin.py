@@ -5,13 +5,15 @@ must stay cheap."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trlx_hybrid.plugins.hookspecs import hookimpl
 
 from .engines.options import RemoteOptions
 
 if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace, _SubParsersAction
+
     from trlx_hybrid.contract.types import Finding
     from trlx_hybrid.plugins.registry import Registry
     from trlx_hybrid.session import Session
@@ -49,7 +51,7 @@ def trlx_register(registry: Registry) -> None:
 
 
 @hookimpl
-def trlx_command(commands: Any) -> None:
+def trlx_command(commands: _SubParsersAction[ArgumentParser]) -> None:
     """Add `trlx-hybrid launch`, and `--ray` to `trlx-hybrid doctor`."""
     from .doctor import add_options
     from .launch import add_command
@@ -59,7 +61,7 @@ def trlx_command(commands: Any) -> None:
 
 
 @hookimpl
-def trlx_doctor(options: Any) -> Iterator[Finding] | None:
+def trlx_doctor(options: Namespace) -> Iterator[Finding] | None:
     """Check a Ray cluster, where the option `--ray` of `trlx-hybrid doctor` asks for it."""
     from .doctor import findings
 

@@ -1,16 +1,35 @@
-"""Functions that wait for answers of Ray actors, with a deadline. Only time in which this process ran counts, not time
-in which it was suspended."""
+"""Functions that wait for answers of Ray actors, with a deadline, and the types of what they wait for. Only time in
+which this process ran counts, not time in which it was suspended."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
 
 K = TypeVar("K")
 
 LOOK = 1.0  # seconds of one wait
+
+Reference: TypeAlias = "ObjectRef[Any]"
+"""Ray's reference to the answer of a call."""
+
+
+class Method(Protocol):
+    """A method of an actor, as Ray's handle has it."""
+
+    def remote(self, *args: object, **kwargs: object) -> Reference:
+        """Call the method, and return at once."""
+
+
+class Handle(Protocol):
+    """Ray's handle of an actor. Ray's own type of it knows no methods."""
+
+    def __getattr__(self, name: str) -> Method: ...
 
 
 class RunningClock:
@@ -32,8 +51,8 @@ class RunningClock:
 
 
 def wait(
-    references: Sequence[Any], seconds: float, count: int | None = None, clock: RunningClock | None = None
-) -> tuple[list[Any], list[Any]]:
+    references: Sequence[Reference], seconds: float, count: int | None = None, clock: RunningClock | None = None
+) -> tuple[list[Reference], list[Reference]]:
     """Wait as `ray.wait` does, but count only seconds in which this process ran. Returns two lists: the references that
     are ready and those that are not.
 
@@ -53,7 +72,7 @@ def wait(
     return [], []
 
 
-async def arrives(reference: Any, seconds: float) -> bool:
+async def arrives(reference: Reference, seconds: float) -> bool:
     """Wait for one of Ray's references on an event loop, for at most `seconds` in which this process ran. Returns
     whether it is ready."""
     future, clock = asyncio.wrap_future(reference.future()), RunningClock()
@@ -66,7 +85,7 @@ async def arrives(reference: Any, seconds: float) -> bool:
             future.exception()  # otherwise asyncio logs that the exception was never retrieved
 
 
-def replies(calls: Mapping[K, Any], seconds: float) -> Iterator[tuple[K, Any]]:
+def replies(calls: Mapping[K, Reference], seconds: float) -> Iterator[tuple[K, Any]]:
     """Wait for the answers to actors' calls, and yield each as (key, answer) as soon as it is ready. Where a call
     failed, Ray's error is yielded as its answer rather than raised.
 

@@ -99,7 +99,7 @@ class EngineActor:
         for task in self._streams.pop(stream, _Stream()).tasks.values():
             task.cancel()
 
-    async def call(self, method: str, arguments: Sequence[Any] = ()) -> Any:
+    async def call(self, method: str, arguments: Sequence[object] = ()) -> Any:
         """Call a method of the server by its name, for the weight sync, see `EngineServer.call`. Every server knows
         "check", which tests whether it is alive."""
         if method == "check":

@@ -16,8 +16,9 @@ from trlx_hybrid.contract.types import Completion, LoadReport, Request, Sampling
 from trlx_hybrid.errors import EngineError, listed
 from trlx_hybrid.trl.arguments import trainer_arguments
 
-from ..actors import ensure_connected
+from ..actors import Worker, ensure_connected
 from ..errors import brief
+from ..internals import node_address
 from ..reaper import OWNER_VARIABLE
 from ..waiting import replies
 from .options import RemoteOptions
@@ -25,6 +26,7 @@ from .pool import EnginePool, gpu_name
 from .stream import WAIT, RemoteStream
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from trlx_hybrid.plugins.registry import Component
     from trlx_hybrid.session import Session
 
@@ -142,9 +144,7 @@ class RemoteEngine:
     @property
     def address(self) -> str:
         """The IP address of this process's node, as the Ray cluster knows it."""
-        import ray
-
-        return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        return node_address()
 
     @property
     def servers(self) -> tuple[int, ...]:
@@ -155,7 +155,7 @@ class RemoteEngine:
         """Replace dead engines by new ones, as `ServedEngine.restore` describes. Collective."""
         self.pool.restore()
 
-    def call(self, method: str, arguments: Sequence[Sequence[Any]], deadline: float) -> list[Any]:
+    def call(self, method: str, arguments: Sequence[Sequence[object]], deadline: float) -> list[Any]:
         """Call a method of every engine's server, and return the results in the order of `servers`; see
         `ServedEngine.call`. An engine's death is raised at once, because the other engines may wait for the dead one.
 
@@ -172,7 +172,7 @@ class RemoteEngine:
 
         replicas = [self.pool.replicas[number] for number in self.servers]
         calls = {r: r.handle.call.remote(method, list(given)) for r, given in zip(replicas, arguments, strict=True)}
-        results: dict[Any, Any] = {}
+        results: dict[Worker, object] = {}
         for replica, found in replies(calls, deadline):
             if isinstance(found, GetTimeoutError):
                 late = listed([str(replica) for replica in replicas if replica not in results])
@@ -197,7 +197,7 @@ class RemoteEngine:
         if what == "weights":
             self.pool.restore()
 
-    def resident(self, what: str) -> list[Any]:
+    def resident(self, what: str) -> list[Tensor]:
         """Return an empty list: the engine holds no tensors on this process's device."""
         return []
 

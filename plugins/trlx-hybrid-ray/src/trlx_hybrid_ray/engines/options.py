@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from trlx_hybrid.errors import ConfigError
 
@@ -36,7 +35,7 @@ class RemoteOptions:
     cpus: float = 1.0
     strategy: Strategy = "pack"
     server: str = "vllm"
-    server_options: Mapping[str, Any] = field(default_factory=dict)
+    server_options: Mapping[str, object] = field(default_factory=dict)
     start_deadline: float = 600.0
     deadline: float = 600.0
     restarts: int = 10

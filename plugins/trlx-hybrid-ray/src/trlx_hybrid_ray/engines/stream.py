@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from trlx_hybrid.contract.serving import ServerDiedError
 from trlx_hybrid.contract.types import Completion, Request, Sampling
@@ -13,7 +12,7 @@ from trlx_hybrid.errors import EngineError
 
 from .. import debugging
 from ..errors import brief
-from ..waiting import RunningClock
+from ..waiting import Reference, RunningClock
 from .actor import Output
 from .pool import CHECK_SECONDS, EnginePool
 
@@ -53,7 +52,7 @@ class RemoteStream:
         self._router = Router(servers)
         self._requests: dict[int, Request] = {}  # unfinished
         self._unsent: list[int] = []
-        self._collecting: dict[Any, int] = {}  # reference of a `collect` call -> engine
+        self._collecting: dict[Reference, int] = {}  # reference of a `collect` call -> engine
         self._clock = RunningClock()  # an engine is not silent while this process is stopped
         self._progress: dict[int, float] = {}  # engine -> when it last finished something, or got something to do
         self._heard: dict[int, float] = {}  # engine -> when it last answered a call
@@ -150,7 +149,7 @@ class RemoteStream:
             if self._router.load(server) == len(batch):  # it was idle before
                 self._progress[server] = self._heard[server] = self._clock.now()
 
-    def _taken(self, server: int, reference: Any) -> list[tuple[int, Completion]]:
+    def _taken(self, server: int, reference: Reference) -> list[tuple[int, Completion]]:
         import ray
 
         try:

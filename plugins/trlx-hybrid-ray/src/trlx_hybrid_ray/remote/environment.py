@@ -11,10 +11,10 @@ import logging
 import threading
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.interprocess.plain_data import NotPlainError
@@ -33,7 +33,7 @@ from ..actors import (
     result_of,
 )
 from ..errors import brief
-from ..waiting import arrives, wait
+from ..waiting import Handle, Reference, arrives, wait
 
 T = TypeVar("T")
 
@@ -100,7 +100,7 @@ def remote_environment(
         PlacementError: the cluster does not have the resources.
         WorkerError: a worker did not start, or could not load the class.
     """
-    kind: Any = environment
+    kind = environment
     while isinstance(kind, functools.partial):
         kind = kind.func
     if not inspect.isclass(kind):
@@ -121,7 +121,7 @@ def remote_environment(
         threads=per_worker + SPARE,
         start_deadline=start_deadline,
     )
-    proxy: type[RemoteEnvironment] = proxy_class(kind)  # type: ignore[arg-type]  # classes are hashable
+    proxy = proxy_class(cast("Hashable", kind))
     return RemoteEnvironments(actors, proxy, per_worker, debugging.patience(deadline))
 
 
@@ -141,12 +141,12 @@ class EnvironmentHandle:
     """
 
     name: str
-    actor: Any
+    actor: Handle
     key: int
     where: str
     deadline: float
 
-    async def reply(self, method: str, reference: Any, *, blocking: bool) -> bytes:
+    async def reply(self, method: str, reference: Reference, *, blocking: bool) -> bytes:
         """Wait for the worker's reply to a call, and return it.
 
         Args:
@@ -210,7 +210,7 @@ class RemoteEnvironments:
         self._lock = threading.RLock()
         self._numbers = itertools.count()
         self._places: dict[int, Worker] = {}  # worker of each environment, by the environment's number
-        self._stuck: dict[Any, int] = {}  # calls that timed out and may still run -> number of their environment
+        self._stuck: dict[Reference, int] = {}  # calls that timed out and may still run -> number of their environment
         self._freed: deque[int] = deque()
 
     def __call__(self) -> RemoteEnvironment:
@@ -245,7 +245,7 @@ class RemoteEnvironments:
         except EnvironmentLostError:
             return self._made()
 
-    def lose(self, key: int, call: Any, *, died: bool) -> None:
+    def lose(self, key: int, call: Reference, *, died: bool) -> None:
         """Record that an environment is lost: its worker died, or a call of it hangs. A dead worker is replaced when
         the next environment is made.
 
@@ -360,11 +360,11 @@ class RemoteEnvironment:
         self._finalizer()
         self._make(factory)
 
-    def _call(self, method: str, args: Any, kwargs: Any) -> Any:
+    def _call(self, method: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
         """Call a method of the environment and wait for its result in this thread."""
         return self._result(method, _now(self._reply("call", method, args, kwargs, blocking=True)))
 
-    async def _call_later(self, method: str, args: Any, kwargs: Any) -> Any:
+    async def _call_later(self, method: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
         """Call a method of the environment and wait for its result on the event loop."""
         return self._result(method, await self._reply("call", method, args, kwargs, blocking=False))
 
@@ -373,7 +373,7 @@ class RemoteEnvironment:
             raise AttributeError(name)
         return self._result(name, _now(self._reply("read", name, blocking=True)))
 
-    async def _reply(self, verb: str, method: str, *details: Any, blocking: bool) -> bytes | None:
+    async def _reply(self, verb: str, method: str, *details: object, blocking: bool) -> bytes | None:
         """Return the worker's reply to a call; None if the environment is lost and no answer is needed.
 
         `reset` makes a new environment if the old one is lost, or dies in `reset`. The episode has not begun, so
@@ -423,7 +423,7 @@ class RemoteEnvironment:
         of a method."""
         return None if reply is None else self._handle.result(method, reply)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return _visiting, (type(self), self._handle, self._lost)
 
     def __repr__(self) -> str:
@@ -438,7 +438,7 @@ def _visiting(kind: type[RemoteEnvironment], handle: EnvironmentHandle, lost: st
     return found
 
 
-def _now(coroutine: Coroutine[Any, Any, T]) -> T:
+def _now(coroutine: Coroutine[object, None, T]) -> T:
     """Run a coroutine that never waits for an event loop, because it blocks instead, and return its result."""
     try:
         coroutine.send(None)
@@ -449,7 +449,7 @@ def _now(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 @functools.cache  # TRL tells environments apart by their class, so one class has one proxy
-def proxy_class(environment: type[Any]) -> type[RemoteEnvironment]:
+def proxy_class(environment: type) -> type[RemoteEnvironment]:
     """Return the proxy class of an environment class. It has the same name, methods, docstrings and signatures, from
     which TRL makes tools."""
     methods = {
@@ -461,27 +461,27 @@ def proxy_class(environment: type[Any]) -> type[RemoteEnvironment]:
     return type(environment.__name__, (RemoteEnvironment,), about | methods)
 
 
-def _method(environment: type, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _method(environment: type, name: str, function: Callable[..., object]) -> Callable[..., object]:
     """Return a proxy's method, which calls the environment's method of that name in the worker. It is a coroutine
     function if the environment's method is one."""
     method: Any
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
-        async def method(self: RemoteEnvironment, *args: Any, **kwargs: Any) -> Any:
+        async def method(self: RemoteEnvironment, *args: object, **kwargs: object) -> object:
             return await self._call_later(name, args, kwargs)
 
     else:
 
         @functools.wraps(function)
-        def method(self: RemoteEnvironment, *args: Any, **kwargs: Any) -> Any:
+        def method(self: RemoteEnvironment, *args: object, **kwargs: object) -> object:
             return self._call(name, args, kwargs)
 
     if isinstance(inspect.getattr_static(environment, name), staticmethod):  # it has no `self` to leave out
         signature = inspect.signature(function)
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         method.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])
-    return method  # type: ignore[no-any-return]
+    return cast("Callable[..., object]", method)
 
 
 # --- in the actor ---------------------------------------------------------------------------------------------------
@@ -491,10 +491,10 @@ class EnvironmentActor(PoolActor):
     """An actor that makes environments and calls their methods, each call in a thread of its own. The methods return
     replies of `reply_of`."""
 
-    def load(self, loaded: Callable[[], Any]) -> None:
+    def load(self, loaded: Callable[[], object]) -> None:
         """Store the function that makes environments, and start the event loop for their coroutines."""
         self._make = loaded
-        self._environments: dict[int, Any] = {}
+        self._environments: dict[int, object] = {}
         self._turns: dict[int, int] = {}
         self._turning = threading.Condition()
         self._loop = asyncio.new_event_loop()
@@ -505,7 +505,7 @@ class EnvironmentActor(PoolActor):
         return reply_of(lambda: self._environments.update({key: self._make()}))
 
     def call(
-        self, key: int, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], turn: int | None = None
+        self, key: int, method: str, args: Sequence[object], kwargs: Mapping[str, object], turn: int | None = None
     ) -> bytes:
         """Call a method of an environment. All coroutines run on one event loop, on which they may share clients.
 
@@ -518,7 +518,7 @@ class EnvironmentActor(PoolActor):
                 environment's answers can depend on it.
         """
 
-        def called() -> Any:
+        def called() -> object:
             with nullcontext() if turn is None else self._in_turn(key, turn):
                 answer = getattr(self._environments[key], method)(*args, **kwargs)
                 coroutine = inspect.iscoroutine(answer)

@@ -7,7 +7,7 @@ import functools
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,17 +24,17 @@ from ..actors import (
     Worker,
     check_settings,
     ensure_connected,
-    obstacle,
     reply_of,
     result_of,
 )
 from ..errors import brief
 from ..printer import say
-from ..waiting import replies
+from ..waiting import Reference, replies
 from ..worker_group.batch import row_ranges
 from ..worker_group.errors import DeadlineError, WorkerDiedError, WorkerError
 
 E = TypeVar("E", bound=WorkerError)
+T = TypeVar("T")
 REMEDY = (
     "Give a class instead: each worker makes an instance of it, with whatever cannot travel. Or create that inside the "
     "function."
@@ -56,8 +56,8 @@ def remote_reward(
     drop: Sequence[str] = (),
     early: bool = False,
     processing_class: Any = None,
-    model_kwargs: Mapping[str, Any] | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
+    model_kwargs: Mapping[str, object] | None = None,
+    chat_template_kwargs: Mapping[str, object] | None = None,
     name: str | None = None,
 ) -> RemoteReward:
     """Make a reward function for TRL's `reward_funcs` that runs in Ray actors.
@@ -164,7 +164,7 @@ class RemoteReward:
         self.__name__ = name
         self._pool, self._drop, self._deadline = pool, drop, deadline
 
-    def __call__(self, **arguments: Any) -> list[float | None]:
+    def __call__(self, **arguments: object) -> list[float | None]:
         """Score a batch. The arguments are those that TRL passes to a reward function, by name.
 
         If a worker dies, another one replaces it and its rows are scored once more. After a second death over the same
@@ -198,12 +198,12 @@ class RemoteReward:
         batch.log()
         return batch.rewards
 
-    def _begun_of(self, batch: Batch) -> dict[Share, Any]:
+    def _begun_of(self, batch: Batch) -> dict[Share, Reference]:
         """Return references to the answers of workers that have begun to score rows of this batch before TRL asked;
         none in this class."""
         return {}
 
-    def _dealt_out(self, batch: Batch) -> dict[Share, Any]:
+    def _dealt_out(self, batch: Batch) -> dict[Share, Reference]:
         """Send the rows that have no score to all workers, in blocks. Returns the references to their answers."""
         self._pool.restore()
         workers = list(self._pool.workers.values())
@@ -211,7 +211,7 @@ class RemoteReward:
         rows = [tuple(batch.missing[block.start : block.stop]) for block in blocks]
         return self._sent(batch, [Share(worker, part) for worker, part in zip(workers, rows) if part])
 
-    def _scored(self, batch: Batch, sent: Mapping[Share, Any]) -> WorkerDiedError | None:
+    def _scored(self, batch: Batch, sent: Mapping[Share, Reference]) -> WorkerDiedError | None:
         """Wait for the workers' answers and add them to the batch.
 
         Args:
@@ -257,7 +257,7 @@ class RemoteReward:
             )
         return died
 
-    def _sent(self, batch: Batch, shares: Sequence[Share]) -> dict[Share, Any]:
+    def _sent(self, batch: Batch, shares: Sequence[Share]) -> dict[Share, Reference]:
         """Send rows to workers for scoring, and return the references to their answers.
 
         Args:
@@ -267,8 +267,6 @@ class RemoteReward:
         Raises:
             ConfigError: an argument cannot be sent; names it.
         """
-        from ray import cloudpickle
-
         try:
             shared = self._shared(batch)
             return {
@@ -277,17 +275,11 @@ class RemoteReward:
             }
         except TypeError:  # Ray raises it where it cannot pickle
             for name, value in {**batch.columns, **batch.others}.items():
-                try:
-                    cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
-                except Exception as reason:
-                    raise ConfigError(
-                        f"Reward function {self.__name__!r}: the argument {name!r} cannot be sent to its workers: "
-                        f"{obstacle(value, reason)}. If the function does not use it: remote_reward(…, drop=[{name!r}]"
-                        ")."
-                    ) from reason
+                what = f"Reward function {self.__name__!r}: the argument {name!r}"
+                Pickled.of(value, what, f"If the function does not use it: remote_reward(…, drop=[{name!r}]).")
             raise
 
-    def _shared(self, batch: Batch) -> Any:
+    def _shared(self, batch: Batch) -> Reference:
         """Put the arguments that belong to no single row into Ray's object store, and return a reference to them."""
         import ray
 
@@ -321,8 +313,8 @@ class EarlyRemoteReward(RemoteReward):
 
     def __init__(self, name: str, pool: UserPool, drop: frozenset[str], deadline: float) -> None:
         super().__init__(name, pool, drop, deadline)
-        self._begun: dict[Share, tuple[dict[str, Any], Any]] = {}
-        self._kept: tuple[dict[str, Any], Any] | None = None  # arguments shared by a rollout, and reference
+        self._begun: dict[Share, tuple[Columns, Reference]] = {}
+        self._kept: tuple[Mapping[str, object], Reference] | None = None  # arguments shared by a rollout, and reference
 
     def prepare(self) -> None:
         """Start the missing workers before a rollout, so that none has to start while an engine waits.
@@ -333,7 +325,7 @@ class EarlyRemoteReward(RemoteReward):
         self._kept = None
         self._pool.restore()
 
-    def begin(self, rows: Sequence[int], **arguments: Any) -> None:
+    def begin(self, rows: Sequence[int], **arguments: object) -> None:
         """Begin to score rows of the batch that TRL will pass later, in the worker with the fewest waiting rows.
         Returns at once.
 
@@ -356,7 +348,7 @@ class EarlyRemoteReward(RemoteReward):
         # A copy, since the caller may change its lists before they are compared.
         self._begun[Share(worker, tuple(rows))] = copied(batch.columns), reference
 
-    def _shared(self, batch: Batch) -> Any:
+    def _shared(self, batch: Batch) -> Reference:
         """Put the arguments that belong to no single row into Ray's object store, and return a reference to them. They
         are sent once for all groups of a rollout: TRL's state grows with the log, to megabytes."""
         kept = self._kept
@@ -365,7 +357,7 @@ class EarlyRemoteReward(RemoteReward):
             self._kept = kept = batch.others, super()._shared(batch)
         return kept[1]
 
-    def _begun_of(self, batch: Batch) -> dict[Share, Any]:
+    def _begun_of(self, batch: Batch) -> dict[Share, Reference]:
         """Return references to the answers that were begun for rows of this batch with the same arguments; those of an
         interrupted rollout differ, and are scored again. Calls that differ are not cancelled: with Ray 2.60, an actor
         whose queue has lost a call holds back the calls after it, for 30 s."""
@@ -389,7 +381,9 @@ class Share(NamedTuple):
     rows: tuple[int, ...]
 
 
-Scores = tuple[list[float | None], dict[str, list[Any]], list[tuple[str, float]]]
+Columns = dict[str, list[object]]
+"""Values for each row of a batch, by name."""
+Scores = tuple[list[float | None], Columns, list[tuple[str, float]]]
 """A worker's answer: a reward for each of its rows, the values for TRL's `log_extra` by column, and the names and
 values for TRL's `log_metric`."""
 
@@ -418,14 +412,14 @@ class Batch:
         self.others = {name: value for name, value in kept.items() if name not in self.columns}
         self.rewards: list[float | None] = [None] * count
         self.missing = list(range(count))
-        self._extra: dict[str, list[Any]] = {}
+        self._extra: Columns = {}
         self._metrics: dict[str, list[tuple[int, float]]] = {}
 
-    def columns_of(self, rows: Sequence[int]) -> dict[str, list[Any]]:
+    def columns_of(self, rows: Sequence[int]) -> Columns:
         """Return the columns of the rows of these numbers."""
         return {name: [values[row] for row in rows] for name, values in self.columns.items()}
 
-    def has(self, rows: Sequence[int], columns: Mapping[str, list[Any]]) -> bool:
+    def has(self, rows: Sequence[int], columns: Columns) -> bool:
         """Return whether the rows of these numbers are in the batch and have these columns."""
         try:
             return max(rows) < len(self.rewards) and bool(self.columns_of(rows) == dict(columns))
@@ -436,7 +430,7 @@ class Batch:
         self,
         rows: Sequence[int],
         rewards: Sequence[float | None],
-        extra: Mapping[str, Sequence[Any]],
+        extra: Mapping[str, Sequence[object]],
         metrics: Sequence[tuple[str, float]],
     ) -> None:
         """Add a worker's scores to the batch.
@@ -484,9 +478,7 @@ class RewardActor(PoolActor):
         self._name, self._function = name, loaded() if makes else loaded
         self._runner: asyncio.Runner | None = None
 
-    def score(
-        self, count: int, columns: dict[str, list[Any]], shared: tuple[Mapping[str, Any], Sequence[str]]
-    ) -> bytes:
+    def score(self, count: int, columns: Columns, shared: tuple[Mapping[str, object], Sequence[str]]) -> bytes:
         """Score some rows, and return their `Scores` as a reply of `reply_of`.
 
         Args:
@@ -496,9 +488,7 @@ class RewardActor(PoolActor):
         """
         return reply_of(lambda: self._scored(count, columns, *shared))
 
-    def _scored(
-        self, count: int, columns: dict[str, list[Any]], others: Mapping[str, Any], loggers: Sequence[str]
-    ) -> Scores:
+    def _scored(self, count: int, columns: Columns, others: Mapping[str, object], loggers: Sequence[str]) -> Scores:
         """Call the reward function on some rows, with loggers that collect what it logs.
 
         Args:
@@ -507,10 +497,10 @@ class RewardActor(PoolActor):
             others: the other arguments, by name.
             loggers: the names of the loggers that the function gets.
         """
-        extra: dict[str, list[Any]] = {}
+        extra: Columns = {}
         metrics: list[tuple[str, float]] = []
 
-        def log_extra(column: str, values: Sequence[Any]) -> None:
+        def log_extra(column: str, values: Sequence[object]) -> None:
             if len(values) != count or column in extra:
                 raise RewardError(
                     f"Reward function {self._name!r} gave log_extra {len(values)} values for {column!r}. Give it "
@@ -549,7 +539,7 @@ class RewardActor(PoolActor):
         return found
 
 
-async def _awaited(answer: Any) -> Any:
+async def _awaited(answer: Awaitable[T]) -> T:
     """Wait for an awaitable in a coroutine, which `asyncio.Runner` requires."""
     return await answer
 
@@ -567,7 +557,7 @@ class RewardModel:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, model_kwargs: Mapping[str, Any], chat_template_kwargs: Mapping[str, Any]
+        self, model: Any, tokenizer: Any, model_kwargs: Mapping[str, object], chat_template_kwargs: Mapping[str, object]
     ) -> None:
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -585,7 +575,7 @@ class RewardModel:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model, self._tokenizer, self._template = model.to(self._device), tokenizer, chat_template_kwargs
 
-    def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+    def __call__(self, prompts: list[Any], completions: list[Any], **columns: object) -> list[float]:
         """Return one score per row. Prompts and completions are texts, or conversations in TRL's format; other columns
         are ignored."""
         import torch

@@ -13,9 +13,11 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from .errors import DispatchError
+
+T = TypeVar("T")
 
 SINGLES = (str, bytes, bytearray, bool, int, float, complex, type(None))
 """The types of values without rows."""
@@ -36,7 +38,7 @@ def row_ranges(rows: int, chunks: int) -> list[range]:
     return [range(start, end) for start, end in pairwise(ends)]
 
 
-def rows_of(batch: Any) -> int:
+def rows_of(batch: object) -> int:
     """Return the number of rows of a batch. All its lists, tensors and arrays must have the same number.
 
     Raises:
@@ -55,13 +57,13 @@ def rows_of(batch: Any) -> int:
     return rows
 
 
-def split(batch: Any, ranges: Sequence[range]) -> list[Any]:
+def split(batch: T, ranges: Sequence[range]) -> list[T]:
     """Return one batch for each range of rows. Tensors are copied, because Ray would send a view with all its storage;
     arrays are views."""
     return [_mapped(lambda leaf, path, rows=rows: _cut(leaf, rows), [batch], "the batch") for rows in ranges]
 
 
-def join(parts: Sequence[Any]) -> Any:
+def join(parts: Sequence[T]) -> T:
     """Join the results of all chunks into one, in order. The results may have any number of rows.
 
     Args:
@@ -70,13 +72,14 @@ def join(parts: Sequence[Any]) -> Any:
     Raises:
         DispatchError: the structures differ, or a value without rows is not the same in all results.
     """
-    return _mapped(_joined, parts, "the result")
+    joined: T = _mapped(_joined, parts, "the result")
+    return joined
 
 
 # --- structure ------------------------------------------------------------------------------------------------------
 
 
-def fields_of(value: Any) -> Mapping[Any, Any] | None:
+def fields_of(value: object) -> Mapping[Any, Any] | None:
     """Return the contents of a tuple, mapping or dataclass, by index, key or field name. Returns None for any other
     value, which has no structure."""
     if isinstance(value, tuple):
@@ -137,7 +140,7 @@ def _mapped(leaf: Callable[..., Any], values: Sequence[Any], path: str) -> Any:
     return _rebuilt(first, {k: _mapped(leaf, [each[k] for each in found], f"{path}[{k!r}]") for k in fields})
 
 
-def _unlike(path: str, first: Any, value: Any, number: int) -> DispatchError:
+def _unlike(path: str, first: object, value: object, number: int) -> DispatchError:
     """Return the error for two results that differ in structure.
 
     Args:
@@ -147,7 +150,7 @@ def _unlike(path: str, first: Any, value: Any, number: int) -> DispatchError:
         number: the number of that chunk.
     """
 
-    def described(one: Any) -> str:
+    def described(one: object) -> str:
         fields = fields_of(one)
         return type(one).__name__ + (f" of {list(fields)}"[:120] if fields is not None else "")
 
@@ -160,7 +163,7 @@ def _unlike(path: str, first: Any, value: Any, number: int) -> DispatchError:
 # --- leaves ---------------------------------------------------------------------------------------------------------
 
 
-def _kind(leaf: Any) -> Literal["list", "tensor", "array"] | None:
+def _kind(leaf: object) -> Literal["list", "tensor", "array"] | None:
     """Return what kind of rows a value has; None for a value without rows. Imports neither torch nor NumPy."""
     if isinstance(leaf, list):
         return "list"
@@ -225,7 +228,7 @@ def _joined(*values_and_path: Any) -> Any:
     return numpy.concatenate(filled)
 
 
-def _same(first: Any, second: Any) -> bool:
+def _same(first: object, second: object) -> bool:
     """Return whether two values are equal, where NaN equals NaN."""
     if first is second or (first != first and second != second):  # NaN
         return True

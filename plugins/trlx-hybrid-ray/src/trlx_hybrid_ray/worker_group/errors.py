@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 from trlx_hybrid.errors import HybridError
 
@@ -27,7 +26,7 @@ class WorkerError(HybridError):
         super().__init__(message)
         self.rank, self.method, self.node, self.traceback = rank, method, node, traceback
 
-    def __reduce__(self) -> tuple[Any, ...]:  # a worker may itself call a group, and fail with it
+    def __reduce__(self) -> tuple[object, ...]:  # a worker may itself call a group, and fail with it
         given = {name: getattr(self, name) for name in ("rank", "method", "node")}
         return functools.partial(type(self), str(self), **given), (), vars(self)
 

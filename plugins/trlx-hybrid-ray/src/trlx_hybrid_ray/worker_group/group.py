@@ -40,7 +40,7 @@ class GroupMethod:
         self._ranks = range(1 if method.dispatch == "rank_zero" else workers.world)
         self._call = f"{workers.name}.{method.name}"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """Call the method on the workers. The arguments are those of the method; what they reach and what is returned
         depends on `register`'s dispatch.
 
@@ -52,11 +52,12 @@ class GroupMethod:
         method, workers = self._method, self._workers
         method.signature.bind(*args, **kwargs)  # here rather than on every worker
         workers.check()
-        chunks = upstream = None
+        chunks: Sequence[object] | None = None
+        upstream: Future[object] | None = None
         if method.splits:
             if not args:
                 raise TypeError(f"{self._call}() takes its first argument by position: it is split.")
-            batch, *args = args  # type: ignore[assignment]
+            batch, args = args[0], args[1:]
             if isinstance(batch, Future):
                 chunks, upstream = batch.chunks_for(workers), batch
                 batch = batch.result(self._seconds) if chunks is None else None
@@ -65,7 +66,7 @@ class GroupMethod:
         if any(isinstance(value, Future) for value in (*args, *kwargs.values())):
             raise TypeError(f"{self._call}() takes a future as the argument that is split only. Pass its result().")
         answers = workers.submit(method.entry, self._ranks, chunks, args, kwargs)
-        future: Future[Any] = Future(
+        future: Future[object] = Future(
             workers,
             self._call,
             answers,
@@ -77,7 +78,7 @@ class GroupMethod:
         workers.futures.add(future)
         return future if method.execute == "future" else future.result()
 
-    def _collected(self, results: list[Any]) -> Any:
+    def _collected(self, results: list[object]) -> object:
         """Make one result from the values of all answers, as the method's dispatch says."""
         if self._method.splits:
             return join(results[:: self._workers.tensor_parallel])
@@ -119,9 +120,9 @@ class WorkerGroup(Generic[W]):
     def __init__(
         self,
         worker: type[W],
-        workers: int | Placement | Sequence[Mapping[str, Any]],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        workers: int | Placement | Sequence[Mapping[str, object]],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         *,
         tensor_parallel: int = 1,
         deadline: float = DEADLINE,
@@ -134,7 +135,7 @@ class WorkerGroup(Generic[W]):
                 f"{worker.__name__}.{taken[0]} cannot be registered: a group has a {taken[0]!r} of its own. Rename it."
             )
         if isinstance(workers, int):
-            options: list[Mapping[str, Any]] = [{"num_cpus": 1}] * workers
+            options: list[Mapping[str, object]] = [{"num_cpus": 1}] * workers
         elif isinstance(workers, Sequence):
             options = list(workers)
         else:
@@ -159,7 +160,7 @@ class WorkerGroup(Generic[W]):
     @property
     def handles(self) -> Sequence[ActorHandle[Any]]:
         """The actors, by rank; empty once the group is closed."""
-        return self._workers.handles
+        return cast("Sequence[ActorHandle[Any]]", self._workers.handles)
 
     @property
     def locations(self) -> Sequence[Location]:

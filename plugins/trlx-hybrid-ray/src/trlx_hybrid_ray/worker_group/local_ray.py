@@ -10,7 +10,7 @@ import pickle
 import queue
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +24,9 @@ Copy = tuple[bytes, list[bytes]]
 Reference = concurrent.futures.Future[Copy]
 """The counterpart of Ray's `ObjectRef`: a future of a pickled value."""
 
+Call = tuple[Reference, str, list[Copy | Reference], dict[str, Copy | Reference]]
+"""A call of an actor: the reference to its result, the method's name, and its arguments."""
+
 
 class LocalActor:
     """An object with a thread of its own and a queue of calls. It is called like Ray's handle of an actor:
@@ -34,27 +37,27 @@ class LocalActor:
         args: the arguments of its constructor.
     """
 
-    def __init__(self, kind: type, args: Sequence[Any]) -> None:
-        self.queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    def __init__(self, kind: type, args: Sequence[object]) -> None:
+        self.queue: queue.SimpleQueue[Call] = queue.SimpleQueue()
         threading.Thread(target=_serve, args=(kind(*args), self.queue), name=kind.__name__, daemon=True).start()
 
-    def __getattr__(self, method: str) -> Any:
+    def __getattr__(self, method: str) -> SimpleNamespace:
         return SimpleNamespace(remote=functools.partial(self._call, method))
 
-    def _call(self, method: str, *args: Any, **kwargs: Any) -> Reference:
+    def _call(self, method: str, *args: object, **kwargs: object) -> Reference:
         """Put a call into the queue, and return a reference to its result."""
         reference: Reference = concurrent.futures.Future()
         self.queue.put((reference, method, [_sent(arg) for arg in args], {k: _sent(arg) for k, arg in kwargs.items()}))
         return reference
 
 
-def remote(kind: type) -> Any:
+def remote(kind: type) -> SimpleNamespace:
     """Do what `ray.remote` does for a class. The options are accepted and ignored: there are no resources to claim."""
     made = SimpleNamespace(remote=lambda *args: LocalActor(kind, args))
     return SimpleNamespace(options=lambda **_: made)
 
 
-def put(value: Any) -> Reference:
+def put(value: object) -> Reference:
     """Copy a value as `ray.put` does, and return a reference to it."""
     reference: Reference = concurrent.futures.Future()
     reference.set_result(_copy(value))
@@ -70,7 +73,7 @@ def wait(
     return [r for r in references if r in done], [r for r in references if r not in done]
 
 
-def get(references: Any, *, timeout: float | None) -> Any:
+def get(references: Reference | Sequence[Reference], *, timeout: float | None) -> Any:
     """Return the values of references, or of a single one, as `ray.get` does."""
     if isinstance(references, concurrent.futures.Future):
         return get([references], timeout=timeout)[0]
@@ -103,14 +106,15 @@ def is_initialized() -> bool:
     return True
 
 
-def _copy(value: Any) -> Copy:
+def _copy(value: object) -> Copy:
     """Pickle a value with Ray's pickle, so that whatever can be sent to a Ray actor can be sent to a local one."""
     buffers: list[pickle.PickleBuffer] = []
-    body: bytes = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)  # type: ignore[no-untyped-call]
+    dumps: Callable[..., bytes] = cloudpickle.dumps
+    body = dumps(value, protocol=5, buffer_callback=buffers.append)
     return body, [bytes(buffer.raw()) for buffer in buffers]
 
 
-def _sent(value: Any) -> Copy | Reference:
+def _sent(value: object) -> Copy | Reference:
     """Copy an argument for an actor; a reference is passed on as it is."""
     return value if isinstance(value, concurrent.futures.Future) else _copy(value)
 
@@ -121,7 +125,7 @@ def _received(sent: Copy | Reference) -> Any:
     return pickle.loads(body, buffers=buffers)
 
 
-def _serve(worker: Any, calls: queue.SimpleQueue[Any]) -> None:
+def _serve(worker: object, calls: queue.SimpleQueue[Call]) -> None:
     """Carry out an actor's calls one after another, until it is ended. It runs in the actor's thread.
 
     Args:
@@ -137,13 +141,16 @@ def _serve(worker: Any, calls: queue.SimpleQueue[Any]) -> None:
                 reference.set_exception(ActorDiedError())
             except BaseException as error:
                 trace = "".join(traceback.format_exception(error))
-                reference.set_exception(RayTaskError(method, trace, error, ip="this process"))  # type: ignore[no-untyped-call]
+                failed: Callable[..., RayTaskError] = RayTaskError
+                reference.set_exception(failed(method, trace, error, ip="this process"))
         if method == END:
             return
         del reference, args, kwargs  # an idle worker must not keep the arguments of its last call alive
 
 
-def _result(worker: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Copy:
+def _result(
+    worker: object, method: str, args: Sequence[Copy | Reference], kwargs: Mapping[str, Copy | Reference]
+) -> Copy:
     """Call a method of an actor's object with copies of the arguments, and return a copy of its result."""
     if method == END:
         return _copy(None)

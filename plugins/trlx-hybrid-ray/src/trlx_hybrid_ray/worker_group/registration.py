@@ -97,7 +97,7 @@ def worker_class(worker: Any, *, local: bool) -> type:
         return Location("this process") if local else located(self.__trlx_rank__)
 
     def construct(
-        self: Any, locations: tuple[Location, ...], tensor_parallel: int, /, *args: Any, **kwargs: Any
+        self: Any, locations: tuple[Location, ...], tensor_parallel: int, /, *args: object, **kwargs: object
     ) -> None:
         set_this_worker(WorkerInfo(self.__trlx_rank__, tensor_parallel, locations), whole_process=not local)
         worker.__init__(self, *args, **kwargs)
@@ -108,14 +108,14 @@ def worker_class(worker: Any, *, local: bool) -> type:
     return type(worker.__name__, (worker,), names)
 
 
-def _answering(method: Registered, function: Callable[..., Any]) -> Callable[..., Any]:
+def _answering(method: Registered, function: Callable[..., object]) -> Callable[..., object]:
     """Wrap a worker's method so that it returns None on workers whose result the group does not use, which saves
     sending it."""
     if method.entry == method.name:
         return function
 
     @functools.wraps(function)
-    def answer(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def answer(self: object, *args: object, **kwargs: object) -> object:
         result = function(self, *args, **kwargs)
         here = this_worker()
         return result if (here.tensor_rank if method.splits else here.rank) == 0 else None
@@ -146,20 +146,20 @@ if TYPE_CHECKING:
         worker, `Callable[P, X]` on a group."""
 
         @overload
-        def __get__(self, worker: None, owner: Any) -> Callable[P, X]: ...
+        def __get__(self, worker: None, owner: type) -> Callable[P, X]: ...
         @overload
-        def __get__(self, worker: object, owner: Any) -> Callable[P, R]: ...
-        def __get__(self, worker: Any, owner: Any) -> Any: ...
+        def __get__(self, worker: object, owner: type) -> Callable[P, R]: ...
+        def __get__(self, worker: object, owner: type) -> Any: ...
 
     class Split(Generic[B, P, R, X]):
         """The type of a registered method whose first argument is a batch. On a worker it gets one part of the batch,
         on a group the whole batch."""
 
         @overload
-        def __get__(self, worker: None, owner: Any) -> SplittingCall[B, P, X]: ...
+        def __get__(self, worker: None, owner: type) -> SplittingCall[B, P, X]: ...
         @overload
-        def __get__(self, worker: object, owner: Any) -> Callable[Concatenate[B, P], R]: ...
-        def __get__(self, worker: Any, owner: Any) -> Any: ...
+        def __get__(self, worker: object, owner: type) -> Callable[Concatenate[B, P], R]: ...
+        def __get__(self, worker: object, owner: type) -> Any: ...
 
 
 _One = Literal["broadcast", "rank_zero"]
@@ -225,7 +225,7 @@ def register(dispatch: Dispatch, execute: Execute = "blocking", *, deadline: flo
     if deadline is not None and not deadline > 0:
         raise ConfigError(f"deadline={deadline}: seconds above 0, or math.inf to wait for ever.")
 
-    def mark(method: Any) -> Any:
+    def mark(method: Callable[P, R]) -> Callable[P, R]:
         name = getattr(method, "__name__", repr(method))
         if not inspect.isfunction(method):
             raise ConfigError(f"@register is for methods, and {name} is a {type(method).__name__}. Put it above def.")

@@ -6,12 +6,14 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.interprocess import deadline
 
 from ..errors import ClusterError
+from ..internals import node_address
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,8 @@ class WorkerInfo:
         if gpus and any(len(self.locations[rank].gpus) != 1 for rank in node):
             raise ConfigError(f"{len(node)} workers of one node have GPUs {', '.join(gpus)}: give each exactly one.")
         if gpus:
-            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            cuda_started: Callable[[], bool] = torch.cuda.is_initialized
+            if cuda_started():
                 raise ConfigError("CUDA has started in this worker: call init_process_group() first.")
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         if self.rank and (why := deadline.unreachable(first.address, first.port)):
@@ -149,7 +152,7 @@ def located(rank: int) -> Location:
     import ray
 
     context = ray.get_runtime_context()
-    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    address = node_address()
     port = 0
     if rank == 0:
         _listener[:] = [deadline.listen(address)]

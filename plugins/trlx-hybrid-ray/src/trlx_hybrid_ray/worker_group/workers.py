@@ -8,12 +8,15 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 from weakref import WeakSet
 
 from trlx_hybrid.errors import ConfigError, listed
 
 from ..errors import brief
+from ..internals import free_resources
+from ..waiting import Handle, Reference
 from .batch import fields_of
 from .errors import DeadlineError, WorkerDiedError, WorkerError
 from .worker import Location
@@ -49,12 +52,12 @@ class Future(Generic[R_co]):
         self,
         workers: Workers,
         call: str,
-        answers: list[Any],
-        collect: Callable[[list[Any]], R_co],
+        answers: list[Reference],
+        collect: Callable[[list[object]], R_co],
         *,
         seconds: float,
         splits: bool,
-        upstream: Future[Any] | None,
+        upstream: Future[object] | None,
     ) -> None:
         """Make the future of a call.
 
@@ -94,7 +97,7 @@ class Future(Generic[R_co]):
         """Return whether `result` would return without waiting."""
         return bool(self._value) or len(self._workers.wait(self.answers, 0.0)) == len(self.answers)
 
-    def chunks_for(self, workers: Workers) -> list[Any] | None:
+    def chunks_for(self, workers: Workers) -> list[Reference] | None:
         """Return references to the parts of this result, one for each replica of another group, to be passed to its
         workers directly. Returns None if that group would split the result differently, or if this is not the result of
         a split batch."""
@@ -146,10 +149,10 @@ class Workers:
     def __init__(
         self,
         worker: type,
-        options: Sequence[Mapping[str, Any]],
+        options: Sequence[Mapping[str, object]],
         tensor_parallel: int,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
         *,
         local: bool = False,
     ) -> None:
@@ -163,18 +166,18 @@ class Workers:
 
         from . import local_ray
 
-        self.ray: Any = local_ray if local else ray
+        self.ray: ModuleType = local_ray if local else ray
         self.name, self.world, self.tensor_parallel = worker.__name__, world, tensor_parallel
         self.replicas = world // tensor_parallel
         self._args, self._kwargs, self._local = args, kwargs, local
         self.locations: Sequence[Location] = ()
         self.lost: WorkerDiedError | None = None
         self.closed = False
-        self.futures: WeakSet[Future[Any]] = WeakSet()
-        self._methods: dict[str, list[Callable[..., Any]]] = {}
-        self._relays: list[tuple[Any, Sequence[int]]] = []
+        self.futures: WeakSet[Future[object]] = WeakSet()
+        self._methods: dict[str, list[Callable[..., Reference]]] = {}
+        self._relays: list[tuple[Handle, Sequence[int]]] = []
         actors = self.ray.remote(worker)
-        self.handles: list[Any] = [actors.options(**each).remote(rank) for rank, each in enumerate(options)]
+        self.handles: list[Handle] = [actors.options(**each).remote(rank) for rank, each in enumerate(options)]
 
     def start(self, seconds: float) -> None:
         """Construct every worker. The workers report their nodes and processes before any constructor is called, so
@@ -219,7 +222,9 @@ class Workers:
         nodes = sorted({location.node for location in self.locations})
         for node in nodes:
             ranks = [rank for rank, location in enumerate(self.locations) if location.node == node]
-            where: Any = NodeAffinitySchedulingStrategy(node, soft=False) if pinned else "DEFAULT"
+            where: NodeAffinitySchedulingStrategy | str = (
+                NodeAffinitySchedulingStrategy(node, soft=False) if pinned else "DEFAULT"
+            )
             handles = {rank: self.handles[rank] for rank in ranks}
             self._relays.append((actors.options(num_cpus=0, scheduling_strategy=where).remote(handles), ranks))
         started, firsts = zip(*((relay.__ray_ready__.remote(), ranks[0]) for relay, ranks in self._relays))
@@ -229,10 +234,10 @@ class Workers:
         self,
         entry: str,
         ranks: Sequence[int],
-        chunks: Sequence[Any] | None,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> list[Any]:
+        chunks: Sequence[object] | None,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+    ) -> list[Reference]:
         """Call a method of some workers and return at once, with a reference to each worker's answer. A large value
         that several workers get is put into Ray's object store once.
 
@@ -255,7 +260,9 @@ class Workers:
             methods = self._methods[entry] = [getattr(handle, entry).remote for handle in self.handles]
         return call_each(methods[: len(ranks)], chunks, args, kwargs)
 
-    def _relayed(self, entry: str, ranks: Sequence[int], chunks: Sequence[Any] | None, *whole: Any) -> list[Any]:
+    def _relayed(
+        self, entry: str, ranks: Sequence[int], chunks: Sequence[object] | None, *whole: Any
+    ) -> list[Reference]:
         """Make the call of `submit` through the relays, one call for each. A relay answers at once, with references to
         its workers' answers."""
         asked, called = [], []
@@ -266,24 +273,24 @@ class Workers:
                 asked.append(relay.call.remote(entry, here, given, *whole))
                 called.append(here)
         firsts, call = [here[0] for here in called], f"the relay of {self.name}.{entry}"
-        answers: list[Any] = [None] * len(ranks)
+        answers: dict[int, Reference] = {}
         for here, found in zip(called, self.results(call, asked, RELAY_SECONDS, ranks=firsts), strict=True):
             for rank, answer in zip(here, found, strict=True):
                 answers[rank] = answer
-        return answers
+        return [answers[rank] for rank in ranks]
 
-    def _shared(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    def _shared(self, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[list[object], dict[str, object]]:
         """Return the arguments, with large ones replaced by references to one copy that all workers share."""
         return [self._once(value, self.world) for value in args], {
             name: self._once(value, self.world) for name, value in kwargs.items()
         }
 
-    def _once(self, value: Any, receivers: int) -> Any:
+    def _once(self, value: object, receivers: int) -> object:
         """Return the value itself, or a reference to one copy of it in Ray's object store if it is large and has
         several receivers."""
         return self.ray.put(value) if receivers > 1 and _is_large(value) else value
 
-    def wait(self, answers: Sequence[Any], seconds: float) -> set[Any]:
+    def wait(self, answers: Sequence[Reference], seconds: float) -> set[Reference]:
         """Return the answers that are there, once all of them are or after so many seconds."""
         timeout = None if seconds == math.inf else seconds
         return set(self.ray.wait(list(answers), num_returns=len(answers), timeout=timeout, fetch_local=False)[0])
@@ -323,9 +330,9 @@ class Workers:
     def results(
         self,
         call: str,
-        answers: Sequence[Any],
+        answers: Sequence[Reference],
         seconds: float,
-        upstream: Future[Any] | None = None,
+        upstream: Future[object] | None = None,
         ranks: Sequence[int] = (),
     ) -> list[Any]:
         """Wait for answers, and return their values.
@@ -350,7 +357,9 @@ class Workers:
             reason = earlier or self._explained(call, by_rank, error, seconds)
             raise reason from reason.__cause__
 
-    def _explained(self, call: str, answers: Mapping[int, Any], error: BaseException, seconds: float) -> WorkerError:
+    def _explained(
+        self, call: str, answers: Mapping[int, Reference], error: BaseException, seconds: float
+    ) -> WorkerError:
         """Return the error to raise if Ray could not get all answers. It names the worker that caused the failure.
 
         Args:
@@ -398,7 +407,7 @@ class Workers:
         error.traceback, error.__cause__ = first.traceback, first.error
         return error
 
-    def _overdue(self, call: str, answers: Mapping[int, Any], seconds: float) -> WorkerError:
+    def _overdue(self, call: str, answers: Mapping[int, Reference], seconds: float) -> WorkerError:
         """Return the error for answers that did not come in time; it names the workers that still owe theirs."""
         there = self.wait(list(answers.values()), 0.0)
         missing = [rank for rank, answer in answers.items() if answer not in there] or [max(answers)]
@@ -420,13 +429,13 @@ class Workers:
         node = str(self.locations[rank]) if self.locations else ""
         return kind(text, rank=rank, method=call.rpartition(".")[2], node=node)
 
-    def _failures(self, answers: Mapping[int, Any], seconds: float) -> list[Failure]:
+    def _failures(self, answers: Mapping[int, Reference], seconds: float) -> list[Failure]:
         """Wait for the answers, at most for so many seconds, and return the failures among those that came."""
         there = self.wait(list(answers.values()), seconds)
         found = [self._failure(rank, answer) for rank, answer in answers.items() if answer in there]
         return [failure for failure in found if failure is not None]
 
-    def _failure(self, rank: int, answer: Any) -> Failure | None:
+    def _failure(self, rank: int, answer: Reference) -> Failure | None:
         """Return the failure that an answer contains, or None if it contains a result."""
         from ray.exceptions import OwnerDiedError, RayActorError, RayError, RayTaskError, TaskCancelledError
 
@@ -468,18 +477,21 @@ class Relay:
         workers: the handles of the node's workers, by rank.
     """
 
-    def __init__(self, workers: Mapping[int, Any]) -> None:
+    def __init__(self, workers: Mapping[int, Handle]) -> None:
         self._workers = workers
 
-    def call(self, entry: str, ranks: Sequence[int], chunks: Sequence[Any] | None, *whole: Any) -> list[Any]:
+    def call(self, entry: str, ranks: Sequence[int], chunks: Sequence[object] | None, *whole: Any) -> list[Reference]:
         """Call a method of the workers of these ranks, as `Workers.submit` does, and return references to their
         answers."""
         return call_each([getattr(self._workers[rank], entry).remote for rank in ranks], chunks, *whole)
 
 
 def call_each(
-    methods: Sequence[Callable[..., Any]], chunks: Sequence[Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[Any]:
+    methods: Sequence[Callable[..., Reference]],
+    chunks: Sequence[object] | None,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+) -> list[Reference]:
     """Call the method of each worker with the same arguments, and return references to the answers.
 
     Args:
@@ -492,7 +504,7 @@ def call_each(
     return [method(chunk, *args, **kwargs) for method, chunk in zip(methods, chunks, strict=True)]
 
 
-def _is_large(value: Any) -> bool:
+def _is_large(value: object) -> bool:
     """Return whether a value takes roughly `LARGE` bytes or more. It looks at no more of the value than it must."""
     pending, found = [value], 0
     while pending and found < LARGE:
@@ -512,10 +524,8 @@ def _is_large(value: Any) -> bool:
 
 def _free() -> dict[str, float]:
     """Return the number of free CPUs and GPUs in the cluster, by name."""
-    import ray
-
-    resources = ray.available_resources()  # type: ignore[no-untyped-call]
-    return {name: resources.get(name, 0.0) for name in ("CPU", "GPU")}
+    nodes = free_resources().values()
+    return {name: sum(node.get(name, 0.0) for node in nodes) for name in ("CPU", "GPU")}
 
 
 def _left(until: float) -> float:
@@ -523,7 +533,7 @@ def _left(until: float) -> float:
     return max(0.0, until - time.monotonic())
 
 
-def _traceback_of(error: Any) -> str:
+def _traceback_of(error: BaseException) -> str:
     """Return a worker's traceback as text. Ray keeps it only in the error's message, with colour codes and frames of
     its own."""
     lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines()

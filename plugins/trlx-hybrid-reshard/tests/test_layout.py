@@ -88,7 +88,7 @@ def test_vllm_cuts_stages_experts_and_vocabularies_like_this():
 def test_the_plugin_and_the_planner_import_no_backend():
     code = (
         "import sys, trlx_hybrid_reshard.plugin, trlx_hybrid_reshard.planner.cli, trlx_hybrid_reshard.descriptors,"
-        " trlx_hybrid_reshard.live; print([m for m in ('vllm', 'ray', 'trl', 'torch') if m in sys.modules])"
+        " trlx_hybrid_reshard.layouts; print([m for m in ('vllm', 'ray', 'trl', 'torch') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -12,8 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid_reshard.layouts import MeshLayout, Model, Parameter
-from trlx_hybrid_reshard.live import from_dtensor, read_trainer
+from trlx_hybrid_reshard.layouts import MeshLayout, Model, Parameter, from_dtensor, read_trainer
 from trlx_hybrid_reshard.plan import plan
 
 sys.path.insert(0, str(Path(__file__).parent))

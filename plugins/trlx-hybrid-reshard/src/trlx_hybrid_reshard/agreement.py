@@ -211,7 +211,7 @@ class Agreement:
         text += ", which never entered it. " if missing else ". "
         if error is None:
             return PeerLostError(
-                f"{text}It lives, and does something else: its own output says what. Where it is only slow, raise "
+                f"{text}It lives, and does something else: its own output says what. If it is only slow, raise "
                 "`deadline` in HybridConfig.weights_options."
             )
         return PeerLostError(

@@ -223,8 +223,8 @@ def _received(
     received[rank] = 0
     if int(received.sum()) != wanted - local:
         raise ConfigError(
-            f"Rank {rank} lacks {wanted - local} elements of {parameter.name}, and {int(received.sum())} can be had "
-            "from others: the layout it comes from does not hold every element."
+            f"Rank {rank} lacks {wanted - local} elements of {parameter.name}, and the other ranks hold only "
+            f"{int(received.sum())} of them: the layout before the reshard does not contain every element."
         )
     return received, local, assignment
 

@@ -16,8 +16,7 @@ from trlx_hybrid.errors import SyncError, listed
 from trlx_hybrid.policy.fingerprint import Frozen
 from trlx_hybrid.policy.merging import adapted_modules, beyond_lora
 
-from .layouts import Parameter
-from .live import LiveSharding, read_trainer
+from .layouts import LiveSharding, Parameter, read_trainer
 
 if TYPE_CHECKING:
     from torch import Tensor

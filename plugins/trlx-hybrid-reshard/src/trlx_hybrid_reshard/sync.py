@@ -27,8 +27,7 @@ from trlx_hybrid.policy.merging import beyond_lora
 from .agreement import Agreement, model_difference, plan_difference
 from .buckets import Buckets, bucketed
 from .descriptors import DIMENSIONS, lower
-from .layouts import Model
-from .live import Boxes, LiveSharding, read_engines
+from .layouts import Boxes, LiveSharding, Model, read_engines
 from .options import ReshardOptions
 from .plan import plan
 from .program import program
@@ -126,7 +125,7 @@ class ReshardSync(WeightSync):
         ranks."""
         policy = self._run.policy
         if policy.adapters and self._run.ranks.world == 1:
-            return "one rank has nothing to reshard; what cannot be served is merged (`gather`)"
+            return "a single rank has nothing to reshard; `gather` merges adapters that vLLM cannot serve"
         reason = beyond_lora(policy.base) or policy.refuses_gather()
         if reason is not None:
             return reason

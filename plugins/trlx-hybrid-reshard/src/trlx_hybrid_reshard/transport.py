@@ -175,6 +175,6 @@ class Transport:
         reason = f" ({str(error).splitlines()[0][:200]})" if error is not None else ""
         return PeerLostError(
             f"Rank {dist.get_rank()} did not complete bucket {number + 1} of {len(self._peers)} (deadline "
-            f"{self._stall:g} s): the {what} {peers} is missing{reason}. Where the network is only slow, raise `stall` "
+            f"{self._stall:g} s): the {what} {peers} is missing{reason}. If the network is only slow, raise `stall` "
             "in HybridConfig.weights_options."
         )

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from trlx_hybrid.contract.protocols import Region
 from trlx_hybrid_reshard.buckets import bucketed
 from trlx_hybrid_reshard.descriptors import lower
-from trlx_hybrid_reshard.layouts import MeshLayout, Model, Parameter, Stage
-from trlx_hybrid_reshard.live import read_engines
+from trlx_hybrid_reshard.layouts import MeshLayout, Model, Parameter, Stage, read_engines
 from trlx_hybrid_reshard.plan import plan
 from trlx_hybrid_reshard.program import messages_of, program
 from trlx_hybrid_reshard.transport import Transport

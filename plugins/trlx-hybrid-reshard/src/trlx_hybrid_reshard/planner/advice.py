@@ -3,7 +3,7 @@
 In the best training layout, a rank's FSDP shards lie inside its engine's slice. `fully_shard(shard_placement_fn=...)`
 makes it: it shards a weight along another dimension than the first, if `fsdp` divides that dimension. A permuted device
 mesh would bring a rank's rows into its TP slice as well, and is not advised: torch sorts the ranks of process groups,
-so the run refuses such a mesh (`live.from_dtensor`).
+so the run refuses such a mesh (`layouts.from_dtensor`).
 """
 
 from __future__ import annotations

@@ -148,9 +148,8 @@ def test_messages_of_others_are_those_of_the_installed_versions(package: str, fo
 
 def made(name: str) -> BaseException:
     from trlx_hybrid_ray import errors as of_ray
-    from trlx_hybrid_ray.worker_group import errors as of_groups
 
-    kind = (vars(errors) | vars(of_ray) | vars(of_groups))[name]
+    kind = (vars(errors) | vars(of_ray))[name]
     of_a_worker = {"rank": 1, "method": "go", "node": "a", "traceback": "there"}
     given = {
         "PluginError": {"plugin": "hello", "hook": "trlx_log"},

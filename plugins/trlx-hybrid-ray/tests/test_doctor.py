@@ -51,7 +51,7 @@ def test_steps_double_up_to_what_was_asked_for():
     assert steps(8) == [2, 4, 8]
     assert steps(6) == [2, 4, 6]
     assert steps(2) == [2]
-    with pytest.raises(ConfigError, match="--tp 1: tensor parallelism begins at 2"):
+    with pytest.raises(ConfigError, match="--tp 1: tensor parallelism needs at least 2 ranks"):
         steps(1)
 
 
@@ -64,7 +64,7 @@ def test_a_fit_node_lacks_nothing():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"gpus": 4}, "has 4 GPUs and told Ray of 8. Start it with --num-gpus 4"),
+        ({"gpus": 4}, "has 4 GPUs, but Ray counts 8. Start it with --num-gpus 4"),
         ({"gpus": "exit code 9: no driver"}, "`nvidia-smi -L` fails with exit code 9: no driver. Mend the driver"),
         ({"shared_memory": 64 << 20}, "64 MiB of shared memory.*--shm-size"),
         ({"open_files": 1024}, "1024 open files: `ulimit -n 65536`"),

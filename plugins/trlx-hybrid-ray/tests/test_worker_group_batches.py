@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from trlx_hybrid.errors import ConfigError
+from trlx_hybrid_ray.errors import DispatchError
 from trlx_hybrid_ray.worker_group.batch import join, row_ranges, rows_of, split
-from trlx_hybrid_ray.worker_group.errors import DispatchError
 from trlx_hybrid_ray.worker_group.registration import register, registered
 
 sys.path.insert(0, str(Path(__file__).parent))

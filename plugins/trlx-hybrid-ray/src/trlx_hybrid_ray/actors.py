@@ -20,11 +20,10 @@ from trlx_hybrid.interprocess import plain_data, remote_errors
 
 from . import debugging, internals, reaper
 from .cluster import ADDRESS, LOCAL, NAMESPACE, connect
-from .errors import brief
+from .errors import DeadlineError, WorkerDiedError, WorkerError, brief
 from .placement import Placement, PlacementRequest, reserve
 from .printer import say
 from .waiting import Handle, Reference, replies
-from .worker_group.errors import DeadlineError, WorkerDiedError, WorkerError
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

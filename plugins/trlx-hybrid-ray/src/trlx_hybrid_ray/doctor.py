@@ -154,7 +154,7 @@ def examine(cluster: Cluster) -> Iterator[Finding]:
     facts = {node: found[node] for node in nodes if isinstance(found[node], Facts)}
     for node in (node for node in nodes if node not in facts):
         why = brief(found[node]).rstrip(".")
-        yield Finding("node", f"{node.name} told nothing of itself: {why}. See its raylet's log", problem=True)
+        yield Finding("node", f"{node.name} did not report its state: {why}. See its raylet's log", problem=True)
     for node in facts:
         yield described(node, facts[node])
         yield from shortages(node, facts[node])
@@ -202,7 +202,7 @@ def shortages(node: Node, facts: Facts) -> Iterator[Finding]:
     elif facts.gpus is not None and facts.gpus != node.gpus:
         yield Finding(
             "gpus",
-            f"{node.name} has {facts.gpus} GPUs and told Ray of {node.gpus:g}. Start it with --num-gpus {facts.gpus}, "
+            f"{node.name} has {facts.gpus} GPUs, but Ray counts {node.gpus:g}. Start it with --num-gpus {facts.gpus}, "
             "or look at CUDA_VISIBLE_DEVICES there",
             problem=True,
         )
@@ -243,7 +243,7 @@ def steps(largest: int) -> list[int]:
         ConfigError: `largest` is less than 2.
     """
     if largest < 2:
-        raise ConfigError(f"--tp {largest}: tensor parallelism begins at 2.")
+        raise ConfigError(f"--tp {largest}: tensor parallelism needs at least 2 ranks.")
     powers = [1 << exponent for exponent in range(1, largest.bit_length()) if 1 << exponent < largest]
     return [*powers, largest]
 

@@ -27,11 +27,10 @@ from ..actors import (
     reply_of,
     result_of,
 )
-from ..errors import brief
+from ..errors import DeadlineError, WorkerDiedError, WorkerError, brief
 from ..printer import say
 from ..waiting import Reference, replies
 from ..worker_group.batch import row_ranges
-from ..worker_group.errors import DeadlineError, WorkerDiedError, WorkerError
 
 E = TypeVar("E", bound=WorkerError)
 T = TypeVar("T")

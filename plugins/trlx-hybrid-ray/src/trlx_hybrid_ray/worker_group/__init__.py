@@ -1,6 +1,6 @@
 """Worker groups: many Ray actors, or threads of this process, called as one object."""
 
-from .errors import DeadlineError, DispatchError, WorkerDiedError, WorkerError
+from ..errors import DeadlineError, DispatchError, WorkerDiedError, WorkerError
 from .group import LocalWorkerGroup, WorkerGroup
 from .registration import register
 from .worker import WorkerInfo, this_worker

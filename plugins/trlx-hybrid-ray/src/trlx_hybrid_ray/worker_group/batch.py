@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Literal, TypeVar
 
-from .errors import DispatchError
+from ..errors import DispatchError
 
 T = TypeVar("T")
 

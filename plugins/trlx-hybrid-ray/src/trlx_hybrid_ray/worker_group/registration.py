@@ -73,7 +73,7 @@ def registered(worker: type) -> dict[str, Registered]:
     if not found:
         raise ConfigError(
             f"{worker.__name__} has no registered method, so a group of it could do nothing. Put "
-            "@register(dispatch=...) above those that the group is to have."
+            "@register(dispatch=...) above the methods that the group is to have."
         )
     return found
 
@@ -239,7 +239,7 @@ def register(dispatch: Dispatch, execute: Execute = "blocking", *, deadline: flo
         found = Registered(name, dispatch, execute, deadline, signature.replace(parameters=parameters))
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         if found.splits and (not parameters or parameters[0].kind not in positional):
-            raise ConfigError(f"{name} has no first argument, and dispatch={dispatch!r} splits that one.")
+            raise ConfigError(f"{name} has no first argument, which dispatch={dispatch!r} would split.")
         setattr(method, MARK, found)
         return method
 

@@ -14,11 +14,10 @@ from weakref import WeakSet
 
 from trlx_hybrid.errors import ConfigError, listed
 
-from ..errors import brief
+from ..errors import DeadlineError, WorkerDiedError, WorkerError, brief
 from ..internals import free_resources
 from ..waiting import Handle, Reference
 from .batch import fields_of
-from .errors import DeadlineError, WorkerDiedError, WorkerError
 from .worker import Location
 
 R_co = TypeVar("R_co", covariant=True)

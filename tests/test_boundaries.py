@@ -137,10 +137,10 @@ def test_garbage_is_collected_after_an_import_as_before(name, collecting):
 
 
 @pytest.mark.parametrize("file", HOST, ids=lambda f: str(f.relative_to(ROOT)))
-def test_the_host_knows_no_backend_and_three_files_know_trl(file):
+def test_the_host_knows_no_backend_and_four_files_know_trl(file):
     found = imports(file)
     assert not found & {"ray", "vllm"}
-    allowed = [f"trlx_hybrid/trl/{name}.py" for name in ("trainer", "attach", "borrowed")]
+    allowed = [f"trlx_hybrid/trl/{name}.py" for name in ("trainer", "attach", "borrowed", "recipe")]
     allowed.append("trlx_hybrid/testing/fixtures.py")  # for tests of plugins
     assert "trl" not in found or str(file.relative_to(ROOT)) in allowed
 

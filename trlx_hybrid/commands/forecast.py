@@ -104,7 +104,7 @@ def forecast(given: RecipeSettings, gpus: GPUs) -> list[str]:
         MemoryPlanError: the run does not fit; names the largest owner and the setting to change.
         ConfigError, ComponentError: a setting is wrong; the run itself would raise the same at its start.
     """
-    from ..trl.borrowed import model_arguments  # here, since it imports trl
+    from ..trl.recipe import model_arguments  # here, since it imports trl
 
     args, mode = given.training, given.hybrid.offload
     if given.model.model_name_or_path is None:

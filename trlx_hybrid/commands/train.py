@@ -91,8 +91,8 @@ def read(recipe: Path, flags: Sequence[str]) -> RecipeSettings:
             f"trainer is {trainer!r}.{did_you_mean(str(trainer), TRAINERS)} It takes {' and '.join(TRAINERS)}."
         )
 
-    from ..trl.borrowed import MODEL_CONFIG, SCRIPT_ARGUMENTS  # here, since it imports trl
-    from ..trl.trainer import TRAINED_BY, TrlParser
+    from ..trl.recipe import MODEL_CONFIG, SCRIPT_ARGUMENTS, TRAINED_BY  # here, since it imports trl
+    from ..trl.trainer import TrlParser
 
     config = TRAINED_BY[trainer].config
     if first.forecast is not None:  # batch sizes depend on the number of ranks
@@ -123,9 +123,8 @@ def train(given: RecipeSettings) -> Any:
     Raises:
         ConfigError: something is wrong with the recipe; raised before the model is loaded.
     """
-    from ..trl.borrowed import model_arguments
+    from ..trl.recipe import TRAINED_BY, model_arguments
     from ..trl.rewards import refuse_missing_package
-    from ..trl.trainer import TRAINED_BY
 
     recipe, training = given.recipe, given.training
     trainer = TRAINED_BY[recipe.trainer].trainer
@@ -169,7 +168,7 @@ def functions(given: RecipeSettings) -> tuple[list[Any], list[Any], Any]:
     Raises:
         ConfigError: one of them does not exist.
     """
-    from ..trl.borrowed import REWARDS
+    from ..trl.recipe import REWARDS
 
     recipe, folder = given.recipe, given.folder
     rewards = [function(name, folder, "reward_funcs", REWARDS) for name in recipe.reward_funcs or ()]

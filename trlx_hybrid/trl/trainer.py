@@ -18,7 +18,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import trl
@@ -40,7 +40,7 @@ from .checkpoint.adapters import load_adapters, load_default
 from .checkpoint.checkpoints import all_adapters
 from .generation import resampling, tool_calling, truncation, unseen_parts
 from .generation.early_rewards import begun_early
-from .generation.prompts import reset_that_failed
+from .generation.prompts import naming_resets
 from .generation.truncation_rule import MASKS
 from .generation.vllm_generation import trajectories_of
 from .refusals import SCORING
@@ -303,10 +303,9 @@ class HybridTrainer(Base):
         session, training = run.session, self.model.training
         session.policy.look()
         run.left_out_by = session.sampling.truncated_by() if session.over_support else None
-        with run.scored_batch() as batch, self._own_settings(), self._active_adapters():
-            rows = session.rows = self._chosen_rows(
-                run, list(inputs), training
-            )  # a copy, since rounds replace the rows
+        kept = tool_calling.settings_kept(self, "tools", "log_multimodal", MASKS)
+        with run.scored_batch() as batch, kept, naming_resets(), self._active_adapters():
+            rows = session.rows = self._chosen_rows(run, list(inputs), training)
             batch.scores_old = session.router_replay is not None and reads_old(self)
             in_one_step = functools.partial(loss.in_one_step, self, run)
             deferred = batch.skips_old = defers(self, session, in_one_step, run.say_apart)
@@ -337,22 +336,6 @@ class HybridTrainer(Base):
         if training and run.session.algorithms.filters:
             rows = resampling.resampled(self, run, rows, functools.partial(self._sample, run))
         return rows
-
-    @contextmanager
-    def _own_settings(self) -> Iterator[None]:
-        """Return a context for a batch, at whose end the settings of TRL's trainer that parts change for it are as
-        before. An environment's `reset` that fails is named."""
-        names = ("tools", "log_multimodal", MASKS)
-        before = {name: getattr(self, name) for name in names if hasattr(self, name)}
-        try:
-            yield
-        except Exception as error:
-            if (note := reset_that_failed(error)) is not None:
-                error.add_note(note)
-            raise
-        finally:
-            for name, value in before.items():
-                setattr(self, name, value)
 
     @property
     def _scores_reference(self) -> bool:
@@ -609,18 +592,3 @@ GRPOTrainer = hybrid(trl.GRPOTrainer)
 RLOOTrainer = hybrid(trl.RLOOTrainer)
 DistillationTrainer = hybrid(trl.DistillationTrainer)
 TrlParser = suggesting(trl.TrlParser)
-
-
-class Trained(NamedTuple):
-    """The classes that the setting `trainer` of a recipe (a YAML file that describes a run) selects: this package's
-    trainer, TRL's trainer below it, and TRL's config."""
-
-    trainer: type[Any]
-    base: type[Any]
-    config: type[Any]
-
-
-TRAINED_BY = {
-    "grpo": Trained(GRPOTrainer, trl.GRPOTrainer, trl.GRPOConfig),
-    "rloo": Trained(RLOOTrainer, trl.RLOOTrainer, trl.RLOOConfig),
-}

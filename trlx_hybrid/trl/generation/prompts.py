@@ -3,6 +3,8 @@ tokenizers fail on both without saying which row it is."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from traceback import walk_tb
 from typing import Any
 
@@ -55,7 +57,18 @@ def _missing(column: Any) -> tuple[int, str] | None:
     return None
 
 
-def reset_that_failed(error: BaseException) -> str | None:
+@contextmanager
+def naming_resets() -> Iterator[None]:
+    """Return a context for a batch, in which an environment's `reset` that fails is named."""
+    try:
+        yield
+    except Exception as error:
+        if (note := _reset_that_failed(error)) is not None:
+            error.add_note(note)
+        raise
+
+
+def _reset_that_failed(error: BaseException) -> str | None:
     """Return a note for an error that an environment's `reset` raised: which environment it was, and for which row.
     None where the error comes from elsewhere.
 

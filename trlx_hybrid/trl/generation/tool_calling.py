@@ -117,6 +117,21 @@ def with_images(trainer: StockTrainer, generated: Any) -> Any:
     return (*columns, fields, images, images)
 
 
+@contextmanager
+def settings_kept(trainer: StockTrainer, *names: str) -> Iterator[None]:
+    """Return a context for a batch, at whose end attributes of the trainer that parts set for it are as before.
+
+    Args:
+        names: the attributes; one that the trainer does not have is left out.
+    """
+    before = {name: getattr(trainer, name) for name in names if hasattr(trainer, name)}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(trainer, name, value)
+
+
 def show_images(trainer: StockTrainer, generated: Any) -> None:
     """Make TRL's loss take images that come after the prompt, in the batch that it is about to score. TRL does so only
     where there are tools, so `tools` is set if images were generated; the caller must restore it afterwards.
@@ -296,12 +311,14 @@ def observer(trainer: StockTrainer) -> Callable[[Sequence[dict[str, Any]]], list
     answers = Answers(functools.partial(_rendered, stand_in, inner), named, sees_images=bool(stand_in._is_vlm))
 
     def observe(messages: Sequence[dict[str, Any]]) -> list[int]:
+        ids: list[int]
         try:
-            return method(stand_in, answers.shown(messages))  # type: ignore[no-any-return]
+            ids = method(stand_in, answers.shown(messages))
         except Exception:  # from the template or tokenizer, although a trial list passed
             if not any(isinstance(message["content"], list) for message in messages):
                 raise
-            return method(stand_in, answers.as_texts(messages))  # type: ignore[no-any-return]
+            ids = method(stand_in, answers.as_texts(messages))
+        return ids
 
     return observe
 
@@ -321,13 +338,14 @@ def _rendered(trainer: SimpleNamespace, tokenizer: Any, messages: list[dict[str,
             {**message, "content": [{"type": "text", "text": message["content"]}]} if text else message
             for message, text in zip(conversation, texts, strict=True)
         ]
-    return tokenizer.apply_chat_template(  # type: ignore[no-any-return]
+    text: str = tokenizer.apply_chat_template(
         conversation,
         chat_template=trainer.chat_template,
         add_generation_prompt=True,
         tokenize=False,
         **trainer.chat_template_kwargs,
     )
+    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,7 +417,8 @@ class _Openings:
     def _encoded(self, text: str) -> list[int]:
         """Encode text with the tokenizers library directly, past transformers' wrapper: no setting of an earlier call
         applies."""
-        return self._inner.backend_tokenizer.encode(text, add_special_tokens=False).ids  # type: ignore[no-any-return]
+        ids: list[int] = self._inner.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
 
 
 def _splits_at_its_end_of_turn(inner: Any) -> bool:

@@ -32,9 +32,9 @@ def scored(session: Session, rows: Rows, entropies: bool) -> Scores:
         ComponentError: a plugin's scoring failed, or returned something else than scores of these rows.
     """
     component = _of_a_plugin(session)
-    scores = asked(component, session.scoring, "score", rows)
+    scores: Scores = asked(component, session.scoring, "score", rows)
     if component is None:
-        return scores  # type: ignore[no-any-return]
+        return scores
     if not isinstance(scores, Scores):
         raise fault(component, "score", f"a {type(scores).__name__}", "a trlx_hybrid.contract.protocols.Scores")
     shape = (len(rows.input_ids), rows.completion_length)

@@ -18,7 +18,7 @@ from trlx_hybrid.errors import HybridError
 
 from .choice import TOKENS, choose
 from .events import ACTIVITIES, FOLDER, SETTING, TRAJECTORIES, Events, Span, read_events
-from .page import article, contents, document, legend, packaged
+from .page import article, contents, document, legend, packaged, part
 from .record import JsonObject, Recorded, RecordError, read
 from .view import number, number_of, sections, visible
 
@@ -164,12 +164,7 @@ def _head(title: str, run: Path, events: Events, logs: list[tuple[int, JsonObjec
         facts.append(("ranks", f"{first['world']} × {first['device']}"))
         facts.append(("settings", ", ".join(f"{k}={v}" for k, v in first["settings"].items())))
         facts.append(("versions", ", ".join(f"{k} {v}" for k, v in first["versions"].items())))
-    yield f'<header class="page">\n<h1>{escape(visible(title))}</h1>\n<p class="lede">{escape(visible(str(run)))}</p>'
-    yield '<dl class="facts">'
-    for name, value in facts:
-        if value:
-            yield f"<div><dt>{name}</dt><dd>{escape(visible(value))}</dd></div>"
-    yield "</dl>"
+    yield '<header class="page">' + part("heading", title=title, lede=str(run)) + part("facts_of_run", facts=facts)
     if not events.starts:
         yield _absent(f"What ran, its phases, weight syncs and memory were not recorded: {SETTING} records them.")
     if events.broken:
@@ -334,7 +329,8 @@ def _timeline(events: Events, data: JsonObject) -> Iterator[str]:
     yield '<div class="plot" id="spans"></div><p class="at">Drag to zoom.</p>'
     views = ("last steps", "earlier", "later", "all")
     yield "".join(f'<button type="button">{view}</button>' for view in views) + "</figure>"
-    yield from _table(["seconds, by rank", *used, "sum"], [_seconds(spans, rank, used) for rank in ranks])
+    heads = ["seconds, by rank", *used, "sum"]
+    yield part("table", heads=heads, rows=[_seconds(spans, rank, used) for rank in ranks])
 
 
 def _row(spans: list[Span], origin: float) -> dict[str, list[int]]:
@@ -363,20 +359,6 @@ def _seconds(spans: list[Span], rank: int, used: list[str]) -> list[str]:
     return [f"rank {rank}", *(f"{number(t)} ({t / whole if whole else 0:.0%})" for t in took.values()), number(whole)]
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Yield lines of HTML: a table.
-
-    Args:
-        heads: the columns' headings, plain text.
-        rows: the cells of each row, plain text; the first is the heading of its row.
-    """
-    yield '<div class="wide"><table><thead><tr>'
-    yield "".join(f'<th scope="col">{escape(head)}</th>' for head in heads) + "</tr></thead>\n<tbody>"
-    for name, *cells in rows:
-        yield f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
-    yield "</tbody></table></div>"
-
-
 # --- weight syncs ---------------------------------------------------------------------------------------------------
 
 
@@ -397,7 +379,7 @@ def _syncs(events: Events, data: JsonObject) -> Iterator[str]:
     yield f"At most {number_of(verified, 'tensor')} of a sync were compared with the engine's.</p>"
     heads = ["rank", "syncs", "seconds, first", "seconds, median", "seconds, largest"]
     heads += ["MiB, median", "of the policy", "GB/s, median"]
-    yield from _table(heads, (_sync_row(rank, rows, policy) for rank, rows in by_rank.items()))
+    yield part("table", heads=heads, rows=[_sync_row(rank, rows, policy) for rank, rows in by_rank.items()])
     yield '<div class="charts">'
     for title, key, scale in (("seconds of a sync", "seconds", 1.0), ("MiB handed to the engine", "bytes", 1 / MIB)):
         values = {rank: {row["step"]: row[key] * scale for row in rows} for rank, rows in by_rank.items()}
@@ -457,7 +439,7 @@ def _memory(events: Events, data: JsonObject) -> Iterator[str]:
         [owner, *(_most(*most[owner, phase]) if (owner, phase) in most else "–" for phase in phases)]
         for owner in [*owners, "all owners"]
     )
-    yield from _table(["owner", *phases], rows)
+    yield part("table", heads=["owner", *phases], rows=rows)
     largest = -max(most["all owners", phase] for phase in phases)[1]
     yield '<div class="charts">'
     for phase in phases:
@@ -515,29 +497,27 @@ def _trajectories(file: Path | None) -> Iterator[str]:
     if not chosen.again:
         yield _absent("None among those that were recorded. record_limit records more of each batch.")
     for lines in chosen.again:
-        yield from _again([recorded[line] for line in lines])
+        yield _again([recorded[line] for line in lines])
     for line in sorted({line for lines in chosen.lists.values() for line in lines}):
         yield article(recorded[line])
 
 
-def _again(found: list[Recorded]) -> Iterator[str]:
-    """Yield lines of HTML that show a prompt that was sampled at several steps, with its completion and reward at each
-    step.
+def _again(found: list[Recorded]) -> str:
+    """Return the HTML of a prompt that was sampled at several steps, with its completion and reward at each step.
 
     Args:
         found: the prompt's trajectories, in the order of their steps.
     """
     prompt = "".join(span.text for section in sections(found[0])[:1] for span in section.spans)
-    rewards = " → ".join(number(one.reward) for one in found)
-    yield f'<details class="again"><summary><b>{escape(_cut(prompt, 160))}</b> reward {rewards}</summary>'
+    rows = []
     for one in found:
-        spans, left = [], LONGEST
+        pieces, left = [], LONGEST
         for section in sections(one)[1:] if one.prompt_ids else sections(one):
             text = _cut("".join(span.text for span in section.spans), left)
             left = max(0, left - len(text))
-            spans.append(f'<span class="{section.kind}">{escape(text)}</span>')
-        yield f"<div><h4>step {one.step}<br>reward {number(one.reward)}</h4><p>{''.join(spans)}</p></div>"
-    yield "</details>"
+            pieces.append((section.kind, text))
+        rows.append((one, pieces))
+    return part("again", prompt=_cut(prompt, 160), rewards=" → ".join(number(one.reward) for one in found), rows=rows)
 
 
 def _cut(text: str, length: int) -> str:

@@ -8,15 +8,15 @@ from peft import LoraConfig, get_peft_model
 from trlx_hybrid.errors import SyncError
 from trlx_hybrid.policy.policy import Policy
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
-from trlx_hybrid_vllm.arguments import write_without_weights
+from trlx_hybrid_vllm.arguments import lora_arguments, write_without_weights
 from trlx_hybrid_vllm.private.adapted_linear import Joined, adapters_under_weights, beside_slots
 from trlx_hybrid_vllm.private.ending import shut_down
 from trlx_hybrid_vllm.private.engine import model_of
 from trlx_hybrid_vllm.private.lora import adapter_slots_of
 from trlx_hybrid_vllm.private.process import running
 from trlx_hybrid_vllm.rendezvous import launcher_environment
-from trlx_hybrid_vllm.weights.adapter import AdapterSlots, lora_arguments, lora_layers
 from trlx_hybrid_vllm.weights.loader import WeightLoader
+from trlx_hybrid_vllm.weights.lora import AdapterSlots, lora_layers
 
 PROMPTS = [[5, 6, 7, 40], list(range(10, 75)), [90]]  # a single token, and two full KV blocks of 32 to be cached
 

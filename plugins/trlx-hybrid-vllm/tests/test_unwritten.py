@@ -6,7 +6,7 @@ import trlx_hybrid
 from peft import LoraConfig
 from trlx_hybrid.errors import SyncError
 from trlx_hybrid.testing.models import tiny_model
-from trlx_hybrid_vllm.weights.adapter import AdapterSlots
+from trlx_hybrid_vllm.weights.lora import AdapterSlots
 from trlx_hybrid_vllm.weights.shared import SharedSync
 
 SYNCS = 20

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from trlx_hybrid.errors import did_you_mean
@@ -12,11 +13,22 @@ from trlx_hybrid.policy.policy import Policy, layer_kinds
 
 from .options import VLLMOptions
 from .private.distributed import layers_of_stages
-from .private.models import attention_of, dummy_load_format, is_latent, only_attends, unimportable, unquantised
+from .private.models import (
+    adapter_ranks,
+    attention_of,
+    dummy_load_format,
+    is_latent,
+    only_attends,
+    unimportable,
+    unquantised,
+    without_adapters,
+)
 from .versions import untested
-from .weights.adapter import unserved
+from .weights.lora import active_adapters, lora_layers
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
+    from peft.tuners.lora.layer import LoraLayer
     from transformers import TrainingArguments
     from trlx_hybrid.session import Session
 
@@ -314,6 +326,128 @@ def _batched_tokens(session: Session, options: VLLMOptions, whole_prompts: bool)
     sequences = options.sequences or options.max_num_batched_tokens
     wanted = min(max(options.max_num_batched_tokens, sequences), sequences * length)
     return max(wanted, length) if whole_prompts else wanted
+
+
+# --- LoRA slots -------------------------------------------------------------------------------------------------------
+
+
+UNSERVED = {
+    "use_dora": "DoRA scales the merged weight, which no LoRA slot holds",
+    "modules_to_save": "it trains whole modules beside the LoRA layers",
+    "trainable_token_indices": "it trains rows of the embeddings",
+    "target_parameters": "it adapts fused expert parameters, not layers",
+    "lora_bias": "vLLM's slots have no bias",
+    "layer_replication": "it repeats layers that share base weights",
+    "alora_invocation_tokens": "an activated LoRA starts in the middle of a sequence",
+    "arrow_config": "Arrow routes each token between adapters",
+}
+"""Fields of LoraConfig that change what an adapter computes, with the reason that vLLM's slots cannot serve them.
+
+Other variants are found on the layers themselves.
+"""
+
+
+def lora_arguments(policy: Policy, dtype: torch.dtype | None = None) -> dict[str, Any] | str:
+    """Return the engine arguments with which vLLM can hold this policy's adapter, or why it cannot.
+
+    Only the targeted layers are wrapped, and a fused one if any of its parts is: a wrapped layer costs two more kernels
+    per step and slots of its own, and vLLM refuses to wrap the head of vocabularies above 258,048.
+
+    Args:
+        policy: the live policy, before the engine is built.
+        dtype: the dtype that the engine will compute in, if known.
+    """
+    reason = unserved(policy, dtype)
+    if reason is not None:
+        return reason
+    layers = lora_layers(policy)
+    rank = largest_rank(layers)
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_cpu_loras": 1,
+        "max_lora_rank": next(size for size in adapter_ranks() if size >= rank),
+        "lora_target_modules": sorted({name.rpartition(".")[2] for name in layers}),
+    }
+
+
+def unserved(policy: Policy, dtype: torch.dtype | None) -> str | None:
+    """Return why vLLM's LoRA slots cannot hold what this policy trains, or None.
+
+    Args:
+        policy: the live policy.
+        dtype: the dtype that the engine will compute in; None where it is not known yet.
+    """
+    from vllm.platforms import current_platform
+
+    if not policy.adapters:
+        return "the policy is not a PEFT model: there is no adapter to serve"
+    reason = _unserved_config(policy) or _unserved_layers(policy) or without_adapters(policy.architecture)
+    if reason is not None:
+        return reason
+    if policy.fsdp_version == 1:
+        return "FSDP1 flattens the adapter's parameters. Set `fsdp_version: 2` in the accelerate config"
+    for name, p in policy.module.named_parameters():
+        if hasattr(p, "ds_id"):
+            return f"{name} is in ZeRO-3's flat buffers: gather merges the adapter instead. Or use FSDP2"
+    if dtype is torch.float32 and not current_platform.is_cpu():
+        return "vLLM's LoRA kernels compute in 16 bits, and the engine in float32. Set engine_options dtype='bfloat16'"
+    rank, largest = largest_rank(lora_layers(policy)), adapter_ranks()[-1]
+    return f"the adapter's rank is {rank}, and vLLM's largest is {largest}" if rank > largest else None
+
+
+def _unserved_config(policy: Policy) -> str | None:
+    configs = cast("dict[str, LoraConfig]", policy.module.peft_config)
+    for name, config in configs.items():
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        if kind != "LORA":
+            return f"adapter {name!r} is of type {kind}; vLLM serves LoRA"
+    active = active_adapters(lora_layers(policy))
+    if len(active) != 1:
+        return f"{len(active)} adapters are active ({', '.join(active)}); vLLM applies one. Use `set_adapter`"
+    config = configs[active[0]]
+    if config.bias != "none":
+        return f"adapter {active[0]!r} trains biases of the base (bias={config.bias!r})"
+    for field, why in UNSERVED.items():
+        if getattr(config, field):
+            return f"adapter {active[0]!r} has {field}: {why}"
+    return None
+
+
+def _unserved_layers(policy: Policy) -> str | None:
+    from peft.tuners.lora.layer import Linear
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    plain = {Linear, getattr(sys.modules.get("peft.tuners.lora.bnb"), "Linear4bit", Linear)}
+
+    for name, module in policy.base.named_modules():
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            return f"{name} is trained as a whole ({type(module).__name__})"
+    layers = lora_layers(policy)
+    (adapter,) = active_adapters(layers)
+    head = policy.base.get_output_embeddings()
+    for name, layer in layers.items():
+        if type(layer) not in plain:  # subclasses compute something else: sharded or adaptive layers
+            return f"{name} is adapted by PEFT's {type(layer).__name__} layer; vLLM's slots hold plain linear ones"
+        if layer is head:
+            return f"{name} is the output head: vLLM would scale a slot with the vocabulary and drop prompt log-probs"
+        if name.rpartition(".")[2].isdigit():
+            return (
+                f"{name} ends in a number: vLLM goes by the last part of a name, and would choose whole blocks, too. "
+                "Leave it out of the adapter's target_modules"
+            )
+        variant = layer.lora_variant.get(adapter)
+        if variant is not None:
+            return f"{name} computes a variant of LoRA ({type(variant).__name__})"
+        if layer.lora_bias.get(adapter):
+            return f"{name} has lora_bias: {UNSERVED['lora_bias']}"
+    return None
+
+
+def largest_rank(layers: dict[str, LoraLayer]) -> int:
+    """Return the largest rank that an active adapter has in any layer: PEFT's `rank_pattern` may change it by layer."""
+    active = active_adapters(layers)
+    return max(int(layer.r[a]) for layer in layers.values() for a in active if a in layer.r)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from .arguments import (
     MASKS,
     engine_arguments,
     engine_dtype,
+    lora_arguments,
     returns_no_experts,
     returns_no_masks,
     write_without_weights,
@@ -55,7 +56,6 @@ from .private.sampling_graphs import SamplingGraphs, sampling_graphs
 from .rendezvous import address_of_this_host, launcher_environment, told_when_late
 from .sampling import sampling_params
 from .versions import untested
-from .weights.adapter import lora_arguments
 from .weights.loader import WeightLoader, counted
 from .weights.weight_map import Places, WeightMap, regions
 

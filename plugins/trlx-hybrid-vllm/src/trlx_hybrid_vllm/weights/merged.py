@@ -19,7 +19,7 @@ from trlx_hybrid.policy.merging import AdaptedModule, adapted_modules, beyond_lo
 from trlx_hybrid.rollout.seeding import request_seed
 from trlx_hybrid.weights.verify import sampled_names
 
-from .adapter import weights_of
+from .lora import weights_of
 from .shared import SharedSync
 
 if TYPE_CHECKING:

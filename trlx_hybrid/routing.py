@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from .errors import ComponentError, ConfigError
 
 if TYPE_CHECKING:
-    pass
+    import numpy.typing as npt
 
 EXPERTS = "experts"
 """The key in a batch for the experts that the engine chose: (B, P + C, layers, experts per token) int16, -1 where
@@ -154,7 +154,7 @@ def routers_of(model: nn.Module) -> dict[int, nn.Module]:
     return found
 
 
-def aligned(experts: Sequence[np.ndarray[Any, Any]], prompt_mask: Tensor, width: int) -> Tensor:
+def aligned(experts: Sequence[npt.NDArray[np.int16]], prompt_mask: Tensor, width: int) -> Tensor:
     """Return the experts of a rollout's tokens as one tensor, at the positions where TRL puts the tokens in its padded
     batch.
 

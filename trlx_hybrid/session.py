@@ -36,6 +36,8 @@ from .weights.sync import WeightVersions, choose
 
 if TYPE_CHECKING:
     import numpy as np
+    import numpy.typing as npt
+    from transformers import TrainingArguments
 
     from .contract.conversation import Conversation, Dialogue, Limits
     from .contract.protocols import Engine, Rollout, Scoring, WeightSync
@@ -93,7 +95,7 @@ class Session:
         config: HybridConfig,
         selection: Selection,
         *,
-        args: Any,
+        args: TrainingArguments,
         sampling: Sampling,
         policy: Policy,
         ranks: Ranks,
@@ -142,7 +144,7 @@ class Session:
         self.on_conversation: Callable[[int, Conversation], None] | None = None
         self.router_replay: RouterReplay | None = None
         self.positions: Positions | None = None
-        self.experts: list[np.ndarray[Any, Any]] = []
+        self.experts: list[npt.NDArray[np.int16]] = []
         self.endings = Endings()
         self.over_support, self.supports = over_support, Supports()
         self._left = False
@@ -532,7 +534,7 @@ class Session:
             ending.callback(self._stack.close)
 
 
-def _optimizer_name(args: Any) -> str:
+def _optimizer_name(args: TrainingArguments) -> str:
     name = getattr(args, "optim", "adamw_torch_fused")
     return str(getattr(name, "value", name))
 

@@ -111,7 +111,7 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _list(options: Any) -> int:
+def _list(options: argparse.Namespace) -> int:
     from ..plugins.host import Host
 
     found = Host.load().registry.components("environment")
@@ -125,7 +125,7 @@ def _list(options: Any) -> int:
     return 0
 
 
-def _try(options: Any) -> int:
+def _try(options: argparse.Namespace) -> int:
     """Play episodes of an environment as the command's options say; return the exit status, 1 where a problem was
     found."""
     from ..plugins.host import Host

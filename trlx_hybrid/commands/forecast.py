@@ -24,6 +24,8 @@ from ..plugins.selection import Selection, choose_algorithms, select
 from ..trl.arguments import trainer_arguments
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
     from .recipe import RecipeSettings
 
 RESERVED = 0.1
@@ -116,7 +118,7 @@ def forecast(given: RecipeSettings, gpus: GPUs) -> list[str]:
     choose_algorithms(given.hybrid, host.registry)  # raises for wrong names or options
     host.require(given.hybrid.options("plugin"), "HybridConfig.plugin_options")
     adapter = model_arguments(given.model, args)["peft_config"]
-    policy: Any = model_without_memory(given.model.model_name_or_path, **args.model_init_kwargs)
+    policy = model_without_memory(given.model.model_name_or_path, **args.model_init_kwargs)
     bits = four_bits(given, policy.config)
     quantised = set() if bits is None else quantised_weights(policy, bits)
     if adapter is not None:
@@ -168,7 +170,7 @@ def forecast(given: RecipeSettings, gpus: GPUs) -> list[str]:
 
 
 def engine_size(
-    given: RecipeSettings, selection: Selection, policy: Any, held: int, gpus: GPUs, own: bool
+    given: RecipeSettings, selection: Selection, policy: PreTrainedModel, held: int, gpus: GPUs, own: bool
 ) -> EngineSize:
     """Return the memory that the chosen engine will take on one rank.
 
@@ -221,7 +223,7 @@ def engine_size(
     )
 
 
-def model_without_memory(name: str, *, dtype: str, trust_remote_code: bool, **others: Any) -> Any:
+def model_without_memory(name: str, *, dtype: str, trust_remote_code: bool, **others: Any) -> PreTrainedModel:
     """Return the model that TRL would load, but on the meta device, where it takes no memory, and not quantised.
 
     Args:
@@ -260,7 +262,7 @@ class FourBits(NamedTuple):
     skipped: list[str] | None
 
 
-def four_bits(given: RecipeSettings, config: Any) -> FourBits | None:
+def four_bits(given: RecipeSettings, config: PretrainedConfig) -> FourBits | None:
     """Return the 4-bit settings of a run's base model, from its flags or from the checkpoint's config; None for a base
     model that is not quantised.
 
@@ -280,7 +282,7 @@ def four_bits(given: RecipeSettings, config: Any) -> FourBits | None:
     return FourBits(bool(told.get("bnb_4bit_use_double_quant")), told.get("llm_int8_skip_modules"))
 
 
-def quantised_weights(model: Any, bits: FourBits) -> set[int]:
+def quantised_weights(model: PreTrainedModel, bits: FourBits) -> set[int]:
     """Return the `id`s of the parameters that bitsandbytes holds in 4 bits: those of linear layers, as transformers
     chooses them.
 
@@ -292,7 +294,7 @@ def quantised_weights(model: Any, bits: FourBits) -> set[int]:
     return {id(layer.weight) for name, layer in layers if should_convert_module(name, kept)}
 
 
-def sizes_in_4_bits(policy: Any, quantised: Set[int], nested: bool) -> list[ParameterSize]:
+def sizes_in_4_bits(policy: PreTrainedModel, quantised: Set[int], nested: bool) -> list[ParameterSize]:
     """Return the sizes of all parameters in a QLoRA run, in which TRL keeps the adapter in bfloat16.
 
     Args:

@@ -9,9 +9,8 @@ import json
 import os
 import select
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import entry_points
-from typing import Any
 
 from ..errors import ConfigError, HybridError, did_you_mean, nearest
 from ..plugins import hookspecs
@@ -40,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"trlx-hybrid {package_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND [OPTIONS]", dest="command", required=True)
 
-    def add(name: str, run: Any, text: str) -> argparse.ArgumentParser:
+    def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=f"{text.capitalize()}.")
         command.set_defaults(run=run)
         return command
@@ -99,7 +98,7 @@ def _unknown_command(name: str, commands: Iterable[str]) -> str:
     return f"no command {name!r}.{hint} Commands: {', '.join(commands)}."
 
 
-def _plugins(options: Any) -> int:
+def _plugins(options: argparse.Namespace) -> int:
     hooks = [name for name in dir(hookspecs) if name.startswith("trlx_")]
     if options.hook is not None and options.hook not in hooks:
         raise ConfigError(
@@ -134,7 +133,7 @@ def _plugins(options: Any) -> int:
     return 0
 
 
-def _doctor(options: Any) -> int:
+def _doctor(options: argparse.Namespace) -> int:
     """Print what works on this machine; return exit status 1 when something needs attention."""
     releases = environment.installed()
     problems = environment.version_problems(releases)
@@ -168,7 +167,7 @@ def _doctor(options: Any) -> int:
     return 1 if attention else 0
 
 
-def _env(options: Any) -> int:
+def _env(options: argparse.Namespace) -> int:
     sections = {**environment.system(), **environment.installed()}
     for name, value in sections.items():
         print(f"- {name}: {value}")

@@ -45,7 +45,7 @@ def add_command(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options: Any) -> int:
+def run(options: argparse.Namespace) -> int:
     """Train as a recipe says, or print the forecast of its memory; return the exit status.
 
     Args:

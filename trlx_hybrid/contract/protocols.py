@@ -14,7 +14,7 @@ from .types import Completion, LoadReport, Phase, Request, Sampling
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, TrainingArguments
 
     from ..config import HybridConfig
     from ..interprocess.ranks import Ranks
@@ -30,7 +30,7 @@ class Run(Protocol):
     on."""
 
     @property
-    def args(self) -> Any:
+    def args(self) -> TrainingArguments:
         """The trainer's arguments (TRL's config)."""
 
     @property

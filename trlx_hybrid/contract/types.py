@@ -11,6 +11,7 @@ from ..errors import ConfigError
 
 if TYPE_CHECKING:
     import numpy as np
+    import numpy.typing as npt
 
     from .support import Support
 
@@ -198,7 +199,7 @@ class Completion:
     logprobs: list[list[float | None]] | None = None
     logprob_token_ids: list[list[int]] | None = None
     finish_reason: str | None = None
-    experts: np.ndarray[Any, Any] | None = field(default=None, repr=False, compare=False)
+    experts: npt.NDArray[np.int16] | None = field(default=None, repr=False, compare=False)
     support: Support | None = field(default=None, repr=False, compare=False)
     row: int | None = field(default=None, repr=False, compare=False)
 

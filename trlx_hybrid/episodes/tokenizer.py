@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _backends: WeakKeyDictionary[Any, tuple[Any, int, Any]] = WeakKeyDictionary()
 """The private copies, by tokenizer: the tokenizer's own backend, how many tokens it had when it was copied, and the
 copy."""
 
 
-def own_tokenizer(shared: Any) -> Any:
+def own_tokenizer(shared: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """Return a shallow copy of a tokenizer, or of a processor with its tokenizer, that has its own backend of the
     `tokenizers` library, for callers that neither truncate nor pad.
 

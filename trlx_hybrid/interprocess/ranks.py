@@ -29,7 +29,7 @@ class Ranks:
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator: Any = accelerator
+        self._accelerator = accelerator
         self.rank: int = accelerator.process_index
         self.local_rank: int = accelerator.local_process_index
         self.world: int = accelerator.num_processes

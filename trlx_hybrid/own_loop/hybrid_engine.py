@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
     from torch import Tensor, nn
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 Start = TypeVar("Start", bound=Callable[[SyncPlan], None] | Callable[[], None])
 End = TypeVar("End", bound=Callable[[SyncReport], None] | Callable[[], None])
@@ -88,7 +89,7 @@ class HybridEngine:
     def __init__(
         self,
         model: nn.Module,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
         optimizer: torch.optim.Optimizer | None = None,
         *,
         config: HybridConfig | None = None,

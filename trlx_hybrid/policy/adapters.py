@@ -6,12 +6,16 @@ import copy
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
-def tuned(model: Any) -> bool:
+
+def tuned(model: nn.Module) -> bool:
     """Return whether a model is a PEFT model with adapted layers, such as LoRA's. False for prompt learning, which
     adapts no layer."""
     if "peft" not in sys.modules or not hasattr(model, "peft_config"):
@@ -22,7 +26,7 @@ def tuned(model: Any) -> bool:
     return isinstance(model, PeftModel) and isinstance(model.base_model, BaseTuner)
 
 
-def adapter_layers(modules: Iterable[nn.Module]) -> list[Any]:
+def adapter_layers(modules: Iterable[nn.Module]) -> list[BaseTunerLayer]:
     """Return those modules that are PEFT's own: its tuner layers, and its wrappers such as `ModulesToSaveWrapper`."""
     if "peft" not in sys.modules:
         return []
@@ -35,7 +39,7 @@ def adapter_layers(modules: Iterable[nn.Module]) -> list[Any]:
     return [module for module in found if type(module) in kinds]
 
 
-def held_by(layer: Any) -> Iterator[tuple[str, nn.Parameter]]:
+def held_by(layer: BaseTunerLayer) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield (adapter name, parameter) for each adapter parameter that a layer holds itself.
 
     For two adapters of the same kind the order of the parameters is the same.
@@ -48,7 +52,7 @@ def held_by(layer: Any) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 @contextmanager
-def adapters_kept(model: Any, modules: Iterable[nn.Module] | None = None) -> Iterator[None]:
+def adapters_kept(model: PeftModel, modules: Iterable[nn.Module] | None = None) -> Iterator[None]:
     """Restore the state of a PEFT model's adapters on exit: which ones are active, and which parameters of the model
     require gradients. Does nothing for other models.
 

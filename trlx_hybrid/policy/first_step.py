@@ -15,6 +15,9 @@ from .policy import local
 from .sharded import is_sharded
 
 if TYPE_CHECKING:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from torch.optim import Optimizer
+
     from ..interprocess.ranks import Ranks
     from .policy import Policy
 
@@ -45,18 +48,18 @@ def trained_parameters(policy: Policy) -> dict[str, nn.Parameter]:
     return {name: p for name, p in named if p.requires_grad and id(p) not in idle}
 
 
-def _idle(layer: Any) -> Iterator[nn.Parameter]:
+def _idle(layer: BaseTunerLayer) -> Iterator[nn.Parameter]:
     """Yield the adapter parameters of a PEFT layer or wrapper that have no effect on its output now."""
     off = bool(layer.disable_adapters) or _is_merged(layer)
-    active: Any = () if off else layer.active_adapters
+    active = () if off else layer.active_adapters
     return (p for adapter, p in held_by(layer) if adapter not in active)
 
 
-def _is_merged(layer: Any) -> bool:
+def _is_merged(layer: BaseTunerLayer) -> bool:
     return bool(getattr(layer, "merged", False))
 
 
-def refuse_idle(policy: Policy, optimizer: Any) -> None:
+def refuse_idle(policy: Policy, optimizer: Optimizer) -> None:
     """Refuse a run whose optimizer would change no weight of the policy.
 
     Only torch's and transformers' optimizers are checked: others may hold copies of the weights, and DeepSpeed's holds
@@ -126,7 +129,7 @@ class FirstStep:
         self._blocks, self._sizes = ReentrantBlocks([]), StepSizes()
         self._done = False
 
-    def begins(self, optimizer: Any) -> None:
+    def begins(self, optimizer: Optimizer) -> None:
         """Record a digest of the weights before an optimizer step; call it when the step's learning rate is set."""
         self._before = None
         rate = max((float(group.get("lr") or 0) for group in optimizer.param_groups), default=0.0)  # Adafactor has None
@@ -140,7 +143,7 @@ class FirstStep:
             self._blocks.close()
             self._blocks = ReentrantBlocks(self._policy.modules)
 
-    def ended(self, step: int, optimizer: Any) -> None:
+    def ended(self, step: int, optimizer: Optimizer) -> None:
         """Check the step that the optimizer has just taken, while the gradients are still there. Collective.
 
         Raises:
@@ -174,7 +177,7 @@ class FirstStep:
             )
         self._check_gradients(step)
 
-    def _check_sizes(self, step: int, optimizer: Any) -> None:
+    def _check_sizes(self, step: int, optimizer: Optimizer) -> None:
         """Check the size of the step against its learning rate. Collective until all first steps are checked."""
         if self._sizes.over:
             return

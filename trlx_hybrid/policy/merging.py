@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +18,21 @@ from torch import Tensor, nn
 from ..errors import SyncError
 from .sharded import unsharded
 
+if TYPE_CHECKING:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from transformers import PreTrainedModel
+
 
 @dataclass(frozen=True, slots=True)
 class AdaptedModule:
     """A module of the base model under PEFT: the PEFT layers that adapt it, outermost first, and the module that they
     wrap."""
 
-    layers: tuple[Any, ...]
+    layers: tuple[BaseTunerLayer, ...]
     base: nn.Module
 
     @property
-    def pending(self) -> list[Any]:
+    def pending(self) -> list[BaseTunerLayer]:
         """The layers whose adapters are in effect but not merged into the base weights."""
         return [
             layer for layer in self.layers if layer.active_adapters and not layer.disable_adapters and not layer.merged
@@ -52,7 +56,7 @@ class AdaptedModule:
         with nullcontext() if all(_beyond_lora(layer) is None for layer in pending) else unsharded(self.layers[0]):
             return self._merged(pending)
 
-    def _merged(self, pending: list[Any]) -> dict[str, Tensor]:
+    def _merged(self, pending: list[BaseTunerLayer]) -> dict[str, Tensor]:
         parameters = dict(self.base.named_parameters())
         saved = {name: (p.data, p.detach().clone()) for name, p in parameters.items()}
         try:
@@ -71,7 +75,7 @@ class AdaptedModule:
                 p.data.copy_(bits)
 
 
-def _merge(layer: Any) -> None:
+def _merge(layer: BaseTunerLayer) -> None:
     try:
         layer.merge()
     except torch.OutOfMemoryError:
@@ -99,7 +103,7 @@ def adapted(module: nn.Module) -> AdaptedModule | None:
         module = module.token_adapter
     if not isinstance(module, BaseTunerLayer):
         return None
-    layers: list[Any] = [module]
+    layers = [module]
     while isinstance(layers[-1].base_layer, BaseTunerLayer):  # PEFT stacks one wrapper per adapted expert parameter
         layers.append(layers[-1].base_layer)
     return AdaptedModule(tuple(layers), layers[-1].base_layer)
@@ -116,7 +120,7 @@ def adapted_modules(model: nn.Module) -> Iterator[tuple[str, AdaptedModule]]:
             yield name, found
 
 
-def beyond_lora(model: Any) -> str | None:
+def beyond_lora(model: PreTrainedModel) -> str | None:
     """Return why some adapter of a transformers model is more than plain LoRA on a single layer's weight, or None where
     all are plain LoRA."""
     found = list(adapted_modules(model))
@@ -126,7 +130,7 @@ def beyond_lora(model: Any) -> str | None:
     return next((f"{name} {why}, which is merged as a whole (`gather`)" for name, why in whys if why), None)
 
 
-def _beyond_lora(layer: Any) -> str | None:
+def _beyond_lora(layer: BaseTunerLayer) -> str | None:
     from peft.tuners.lora.layer import Embedding, Linear
 
     kind = type(layer)
@@ -136,7 +140,7 @@ def _beyond_lora(layer: Any) -> str | None:
     return f"computes a variant of LoRA ({type(variants[0]).__name__})" if variants else None
 
 
-def untied_head(model: Any) -> nn.Module | None:
+def untied_head(model: PreTrainedModel) -> nn.Module | None:
     """Return the output head of a transformers model if its config ties the head to the input embeddings, but adapters
     change only one of the two: the head then has weights of its own, and needs them in the engine, too. Return None
     otherwise."""

@@ -24,7 +24,7 @@ from .merging import AdaptedModule, adapted, untied_head
 from .sharded import full, is_sharded
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 DIGEST_ELEMENTS = 1 << 24
@@ -46,7 +46,7 @@ class Policy:
     def __init__(
         self,
         model: Callable[[], nn.Module],
-        processing_class: Any,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin,
         device: torch.device,
         fsdp_version: int | None = None,
         gather: Callable[[Sequence[Tensor]], Any] | None = None,
@@ -290,7 +290,7 @@ class Policy:
         memory = tuple((p._version, p.untyped_storage()._cdata) for p in frozen if not is_sharded(p))
         return hash((fingerprint(map(_held, trainable), sample(map(_held, frozen))), memory))
 
-    def adapter_states(self) -> tuple[Any, ...]:
+    def adapter_states(self) -> tuple[object, ...]:
         """Return the state of each PEFT layer and wrapper in the model: active and merged adapters, whether they are
         disabled, and their scaling factors."""
         if not self.adapters:
@@ -364,7 +364,7 @@ def _held(p: nn.Parameter) -> Tensor:
 def _saved(model: nn.Module, merge: Merge | None = None) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """Yield the (name, reader) pairs of `_weights` for the tensors that transformers writes into a checkpoint,
     including an output head that adapters have untied from the embeddings."""
-    ignored: Any = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     return ((name, read) for name, read in _weights(model, "", set(), merge, untied_head(model)) if name not in ignored)
 
 
@@ -525,7 +525,7 @@ def class_name(module: nn.Module) -> str:
     return next(c.__name__ for c in type(module).__mro__ if not c.__name__.startswith("FSDP"))
 
 
-def layer_kinds(config: Any) -> set[str]:
+def layer_kinds(config: PretrainedConfig) -> set[str]:
     """Return the different kinds of a text model's layers, as in transformers' `layer_types`, e.g. "full_attention". A
     config without that list has "sliding_attention" in all layers or "full_attention" in all."""
     windows = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
@@ -552,7 +552,7 @@ def _conversion(model: PreTrainedModel) -> Callable[[dict[str, Tensor]], dict[st
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
 
-    own: Any = getattr(model, "_weight_conversions", None)
+    own = getattr(model, "_weight_conversions", None)
     kept = None if own is None else [conversion for conversion in own if not quantised.reads(conversion)]
     if not (kept if kept is not None else get_model_conversion_mapping(model, add_legacy=False)):
         return None

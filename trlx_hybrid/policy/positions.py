@@ -19,6 +19,8 @@ from ..errors import ConfigError
 from .precision import PROBE_TOKENS, TOLERANCE, coarsest
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from .policy import Policy
 
 SCALED = "llama_4_scaling_beta"
@@ -26,7 +28,7 @@ SCALED = "llama_4_scaling_beta"
 although its model uses rotary embeddings."""
 
 
-def counts_positions(model: Any) -> bool:
+def counts_positions(model: PreTrainedModel) -> bool:
     """Return whether a text model may compute a row differently when it begins at a later position."""
     config = model.config
     rotary = getattr(config, "rope_parameters", None)
@@ -34,7 +36,7 @@ def counts_positions(model: Any) -> bool:
     return text and not getattr(model, "_is_stateful", False) and (not rotary or SCALED in rotary)
 
 
-def takes_positions(model: Any) -> bool:
+def takes_positions(model: PreTrainedModel) -> bool:
     """Return whether the model's `forward` takes position ids."""
     return "position_ids" in inspect.signature(type(model.base_model).forward).parameters
 
@@ -63,7 +65,7 @@ class Positions:
         models: transformers models; a model that counts no positions, or takes no position ids, stays as it is.
     """
 
-    def __init__(self, models: Iterable[Any]) -> None:
+    def __init__(self, models: Iterable[PreTrainedModel]) -> None:
         told = [model for model in models if counts_positions(model) and takes_positions(model)]
         inner: list[nn.Module] = [model.base_model for model in told]  # TRL also calls it without the head
         self._hooks = [model.register_forward_pre_hook(_fill, with_kwargs=True) for model in inner]

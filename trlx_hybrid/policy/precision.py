@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 PROBE_TOKENS = 8
 """The number of tokens of a short sequence that two ways of computing log-probs are compared on."""
@@ -15,7 +18,7 @@ CPU, about 0.05 in bf16, where kernels differ in rounding. Stale or misplaced we
 once."""
 
 
-def autocast_dtype(args: Any) -> torch.dtype:
+def autocast_dtype(args: TrainingArguments) -> torch.dtype:
     """Return the dtype of the trainer's matrix products, as set by its `transformers.TrainingArguments`."""
     return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
 

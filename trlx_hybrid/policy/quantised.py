@@ -7,23 +7,27 @@ of `Linear8bitLt` round their inputs as well, so no copy of their weights comput
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from bitsandbytes.nn import Params4bit
+    from torch import nn
 
 REPACKS, REPACKED = "support_avx512bf16_for_cpu", "packing_format_for_cpu"
 """Attribute names of bitsandbytes: whether a layer packs its weight anew on a CPU, and whether a weight's quantisation
 state says that it did."""
 
 
-def in_4_bits(p: Any) -> bool:
+def in_4_bits(p: Params4bit) -> bool:
     """Return whether a parameter holds 4-bit values and the state needed to read them. Does not import bitsandbytes."""
     if type(p).__name__ != "Params4bit":  # checked first: this runs for every tensor at every phase
         return False
     return p.quant_state is not None and not getattr(p.quant_state, REPACKED, False)
 
 
-def values(p: Any) -> Tensor:
+def values(p: Params4bit) -> Tensor:
     """Return a 4-bit weight dequantised, as a new tensor of its original shape: bit for bit the values that
     `Linear4bit` casts to its compute dtype."""
     from bitsandbytes.functional import dequantize_4bit
@@ -32,12 +36,12 @@ def values(p: Any) -> Tensor:
     return found
 
 
-def elements(p: Any) -> int:
+def elements(p: Params4bit) -> int:
     """Return how many values a parameter has; for a 4-bit parameter, how many it had before it was packed."""
     return int(p.quant_state.shape.numel()) if in_4_bits(p) else int(p.numel())
 
 
-def keep_bits(modules: Iterable[Any]) -> None:
+def keep_bits(modules: Iterable[nn.Module]) -> None:
     """Keep bitsandbytes from repacking the 4-bit weights of some modules. On CPUs with AVX512-BF16 it would repack them
     in the first evaluation, round their scales, and compute in bfloat16 from then on, which is another policy than the
     one that trains. Has no effect on a GPU."""
@@ -52,7 +56,7 @@ def reads(conversion: Any) -> bool:
     return any(type(step).__name__.startswith("Bnb") for step in getattr(conversion, "operations", None) or ())
 
 
-def scales(p: Any) -> Iterator[Tensor]:
+def scales(p: Params4bit) -> Iterator[Tensor]:
     """Yield the scales of a quantised weight, one for each block; where bitsandbytes quantised the scales, their own
     scales follow."""
     state = p.quant_state if in_4_bits(p) else None

@@ -15,6 +15,7 @@ from .seeding import RowTracker, preserved_generators, request_seed
 
 if TYPE_CHECKING:
     import numpy as np
+    import numpy.typing as npt
 
     from ..contract.conversation import RequestMaker
     from ..contract.protocols import Engine
@@ -118,7 +119,7 @@ class Sampler:
         self._tracker.extend(places, prompts, [c.token_ids for c in completions])
         return completions
 
-    def experts(self, completions: Sequence[Completion]) -> list[np.ndarray[Any, Any]]:
+    def experts(self, completions: Sequence[Completion]) -> list[npt.NDArray[np.int16]]:
         """Return the experts that the tokens of each completion were routed to, see `Completion.experts`.
 
         Raises:

@@ -90,7 +90,7 @@ class WeightVersions:
         self._policy, self._ranks, self._memory, self._config = policy, ranks, memory, config
         self._component, self._sampling, self._autocast, self._call = engine, sampling, autocast, call
         self._fingerprint: int | None = None
-        self._adapters: tuple[Any, ...] = ()
+        self._adapters: tuple[object, ...] = ()
         self.fingerprint_seconds = 0.0
         self._syncs = 0
         self._names: list[str] = []

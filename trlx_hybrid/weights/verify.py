@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence, Set
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -127,7 +127,7 @@ MOVED = (
 
 
 def _cause(policy: Policy) -> str:
-    config: Any = policy.base.config.get_text_config()
+    config = policy.base.config.get_text_config()
     if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
         return (
             "The trainer's attention leaves out the soft-capping that the model's config asks for: load the model with "

@@ -4,9 +4,9 @@ and add terms to the loss."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,11 +16,15 @@ from ...contract.protocols import Groups, Scores
 from ...errors import ComponentError
 from .findings import ConformanceError, require
 
+if TYPE_CHECKING:
+    from .runs import Trainer
+
+T = TypeVar("T")
 ROWS = 64  # rows of the dataset from which prompts are drawn
 GROUPS, SIZE, FUNCTIONS, TOKENS = 4, 4, 2, 6
 
 
-def check_algorithm(trainer: Any, *, per_token: bool = False) -> None:
+def check_algorithm(trainer: Trainer, *, per_token: bool = False) -> None:
     """Call all methods of a trainer's algorithms as training does, and check what they return.
 
     The calls include rewards that differ, rewards that are all equal, rows and groups without any reward, prompts to
@@ -62,7 +66,7 @@ def check_algorithm(trainer: Any, *, per_token: bool = False) -> None:
     _require_equal(later, f"{names}: taken up from a checkpoint, it answered otherwise than without a break.", mend)
 
 
-def _answers(algorithms: Algorithms, names: str, per_token: bool) -> list[Any]:
+def _answers(algorithms: Algorithms, names: str, per_token: bool) -> list[object]:
     """Call all methods of the algorithms for two batches, and return the results as plain data that can be compared.
 
     Args:
@@ -70,7 +74,7 @@ def _answers(algorithms: Algorithms, names: str, per_token: bool) -> list[Any]:
         names: their names, for messages.
         per_token: as for `check_algorithm`.
     """
-    found: list[Any] = []
+    found: list[object] = []
     for rewards in (torch.linspace(0.0, 1.0, GROUPS * SIZE * FUNCTIONS).view(GROUPS, SIZE, FUNCTIONS), _torn()):
         drawn = _guarded(lambda: algorithms.draw(GROUPS, ROWS), names, "draw")
         rows: list[int | None] = [None] * GROUPS if drawn is None else list(drawn)
@@ -136,7 +140,7 @@ def _loss(algorithms: Algorithms, names: str, batch: dict[str, Tensor]) -> float
     added = torch.stack(terms).sum()
     require(bool(added.isfinite()), f"{names} returned {added.item()} from `loss`.", "A row may have no tokens.")
     require(added.requires_grad, f"{names} returned a `loss` without gradients.", "Compute it from scores.log_probs.")
-    added.backward()  # type: ignore[no-untyped-call]
+    torch.autograd.backward(added)
     untrained = batch["completion_mask"] * batch.get("tool_mask", torch.tensor(1)) == 0
     for gradient in (log_probs.grad, entropies.grad):
         require(
@@ -160,7 +164,7 @@ def _torn() -> Tensor:
     return rewards
 
 
-def _guarded(ask: Callable[[], Any], names: str, method: str) -> Any:
+def _guarded(ask: Callable[[], T], names: str, method: str) -> T:
     try:
         return ask()
     except ComponentError as error:
@@ -169,17 +173,19 @@ def _guarded(ask: Callable[[], Any], names: str, method: str) -> Any:
         raise ConformanceError(f"{names} failed in `{method}`: {type(error).__name__}: {error}") from error
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: Tensor | Sequence[object]) -> Tensor | Sequence[object]:
     return value.clone() if isinstance(value, Tensor) else list(value)
 
 
-def _same(one: Any, other: Any) -> bool:
-    return torch.equal(one.nan_to_num(), other.nan_to_num()) if isinstance(one, Tensor) else list(one) == list(other)
+def _same(one: Tensor | Sequence[object], other: Tensor | Sequence[object]) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one.nan_to_num(), other.nan_to_num())
+    return list(one) == list(other)
 
 
-def _plain(tensor: Tensor | None) -> Any:
+def _plain(tensor: Tensor | None) -> object:
     return None if tensor is None else tensor.nan_to_num(nan=-1e30).tolist()
 
 
-def _require_equal(values: list[Any], found: str, mend: str) -> None:
+def _require_equal(values: Sequence[object], found: str, mend: str) -> None:
     require(values[0] == values[1], found, mend)

@@ -7,7 +7,7 @@ import functools
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ...contract.types import Request
 from ...policy.policy import Policy
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ...own_loop.hybrid_engine import HybridEngine
+    from ...session import Session
 
 TOKENS = 8
 """The maximal length of a completion, in tokens."""
@@ -23,6 +24,14 @@ TOKENS = 8
 PROMPTS = [[5, 6, 7, 40], list(range(10, 58)), list(range(10, 58)), [90], list(range(60, 77)), list(range(30, 10, -1))]
 """Prompts as token ids. They differ in length, from a single token to more than one block of an engine's prefix cache;
 two are equal."""
+
+
+class Trainer(Protocol):
+    """A trainer of `trlx_hybrid`, as far as checks read one that need not have trained."""
+
+    @property
+    def session(self) -> Session:
+        """The live objects of its run."""
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from ...plugins.selection import Choice
     from ...session import Session
+    from .runs import Trainer
 
 IGNORED = -100
 """The label of a position whose next token is not scored, as in transformers."""
@@ -34,7 +35,7 @@ MASKED = 5
 AT_ONCE = 2
 
 
-def check_scoring(trainer: Any) -> None:
+def check_scoring(trainer: Trainer) -> None:
     """Score rows of many lengths with the trainer's scoring, and compare log-probs, entropies and gradients with those
     of each row alone. Then ask it for micro-batches, where it chooses them, and close it.
 
@@ -78,16 +79,15 @@ class _Model:
         """Return the rows to score, (6, P + C); with or without entropies."""
         input_ids, mask = _batch(self.base.device)
 
-        def forward(labels: Tensor, **inputs: Any) -> Scores:
-            for name in ("experts", "support"):  # None here; a model's own arguments are left
-                inputs.pop(name, None)
-            of_pass = len(inputs["input_ids"])
+        def forward(
+            labels: Tensor, input_ids: Tensor, experts: None = None, support: None = None, **inputs: object
+        ) -> Scores:
             require(
-                of_pass <= AT_ONCE,
-                f"`rows.forward` was given {of_pass} rows where `rows.at_once` is {AT_ONCE}.",
+                len(input_ids) <= AT_ONCE,
+                f"`rows.forward` was given {len(input_ids)} rows where `rows.at_once` is {AT_ONCE}.",
                 "Split the rows: memory was planned for so many.",
             )
-            return self._scored(self.base(**inputs).logits, labels, self.temperature, entropies)
+            return self._scored(self.base(input_ids=input_ids, **inputs).logits, labels, self.temperature, entropies)
 
         return Rows(
             model=self.base,

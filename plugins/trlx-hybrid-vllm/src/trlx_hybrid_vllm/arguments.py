@@ -105,9 +105,7 @@ def _architecture(name: str, options: VLLMOptions) -> str | None:
 
 
 def _cpu(policy: Policy, heads: int | None) -> str | None:
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
+    if not on_cpu():
         return None
     config = policy.base.config.get_text_config()
     head_size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
@@ -126,6 +124,13 @@ def _cpu(policy: Policy, heads: int | None) -> str | None:
     return None
 
 
+def on_cpu() -> bool:
+    """Return whether vLLM computes on a CPU here."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
 def refuses_routing(options: VLLMOptions) -> str | None:
     """Return why completions cannot say which experts computed each token, as router replay needs, or None."""
     if options.pipeline_parallel_size > 1:
@@ -137,9 +142,7 @@ def refuses_routing(options: VLLMOptions) -> str | None:
 
 def returns_no_experts() -> bool:
     """Return whether vLLM cannot return the experts that computed each token: its model runner on CPUs cannot."""
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())
+    return on_cpu()
 
 
 def refuses_support(options: VLLMOptions, setting: str) -> str | None:
@@ -199,9 +202,7 @@ def engine_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype)
     Raises:
         MemoryPlanError: what was asked for cannot fit; raised before anything is built.
     """
-    from vllm.platforms import current_platform
-
-    cpu: bool = current_platform.is_cpu()
+    cpu = on_cpu()
     arguments = shared_arguments(session, options, dtype, cpu) | {
         "distributed_executor_backend": "external_launcher",
         "enable_sleep_mode": options.enable_sleep_mode and not cpu,
@@ -378,8 +379,6 @@ def unserved(policy: Policy, dtype: torch.dtype | None) -> str | None:
         policy: the live policy.
         dtype: the dtype that the engine will compute in; None where it is not known yet.
     """
-    from vllm.platforms import current_platform
-
     if not policy.adapters:
         return "the policy is not a PEFT model: there is no adapter to serve"
     reason = _unserved_config(policy) or _unserved_layers(policy) or without_adapters(policy.architecture)
@@ -390,7 +389,7 @@ def unserved(policy: Policy, dtype: torch.dtype | None) -> str | None:
     for name, p in policy.module.named_parameters():
         if hasattr(p, "ds_id"):
             return f"{name} is in ZeRO-3's flat buffers: gather merges the adapter instead. Or use FSDP2"
-    if dtype is torch.float32 and not current_platform.is_cpu():
+    if dtype is torch.float32 and not on_cpu():
         return "vLLM's LoRA kernels compute in 16 bits, and the engine in float32. Set engine_options dtype='bfloat16'"
     rank, largest = largest_rank(lora_layers(policy)), adapter_ranks()[-1]
     return f"the adapter's rank is {rank}, and vLLM's largest is {largest}" if rank > largest else None

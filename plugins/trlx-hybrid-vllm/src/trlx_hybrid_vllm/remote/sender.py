@@ -15,6 +15,7 @@ from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.policy.policy import Policy
 from vllm.distributed.weight_transfer import ParamMeta, WeightSource
 
+from ..arguments import on_cpu
 from ..options import TransferOptions
 from ..private.distributed import nccl_missing, transfer_backends
 
@@ -35,8 +36,6 @@ def backend_of(session: Session) -> str:
     Raises:
         ConfigError: `nccl` was chosen, and vLLM cannot use it here.
     """
-    from vllm.platforms import current_platform
-
     options = [path.options for path in session.selection.weight_paths]
     wanted = next((o.backend for o in options if isinstance(o, TransferOptions)), "auto")
     if wanted == "nccl" and (why := nccl_missing()):
@@ -46,7 +45,7 @@ def backend_of(session: Session) -> str:
         )
     if wanted != "auto":
         return wanted
-    return "gloo" if current_platform.is_cpu() or nccl_missing() else "nccl"
+    return "gloo" if on_cpu() or nccl_missing() else "nccl"
 
 
 def init_info(backend: str, fields: Mapping[str, Any], options: Mapping[str, Any]) -> TrainerInitInfo:

@@ -23,6 +23,7 @@ from ..arguments import (
     context_length,
     engine_dtype,
     kv_cache_bytes,
+    on_cpu,
     shared_arguments,
     write_without_weights,
 )
@@ -81,11 +82,9 @@ class VLLMServerPlan:
 
 def server_plan(session: Session, options: VLLMOptions) -> VLLMServerPlan:
     """Make the plan from which all servers of a run are built, from its options and the policy in memory."""
-    from vllm.platforms import current_platform
-
     from .sender import backend_of
 
-    cpu: bool = current_platform.is_cpu()
+    cpu = on_cpu()
     dtype = engine_dtype(options, session.policy, session.args)
     size, backend = options.tensor_parallel_size, backend_of(session)
     arguments = shared_arguments(session, options, dtype, cpu) | {

@@ -11,6 +11,7 @@ from trlx_hybrid.contract.types import LoadReport
 from trlx_hybrid.errors import HybridError, SyncError, listed
 from trlx_hybrid.weights.verify import sampled_names
 
+from ..arguments import on_cpu
 from ..options import TransferOptions
 from ..private.distributed import destroy_group, free_port
 from .server import VLLMServerPlan
@@ -53,12 +54,10 @@ class TransferSync(WeightSync):
 
     def note(self) -> str | None:
         """Return a note where the weights go through host memory because vLLM cannot use NCCL, else None."""
-        from vllm.platforms import current_platform
-
         from ..private.distributed import nccl_missing
         from .sender import REMEDY
 
-        if current_platform.is_cpu() or self._engine.plan.backend != "gloo" or not (why := nccl_missing()):
+        if on_cpu() or self._engine.plan.backend != "gloo" or not (why := nccl_missing()):
             return None
         return f"note: weights go to the remote engines through host memory (gloo). {why} {REMEDY}."
 

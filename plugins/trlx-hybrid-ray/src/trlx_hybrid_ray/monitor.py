@@ -97,6 +97,7 @@ class Monitor:
     Args:
         placement: the ranks' placement, with a bundle for each node.
         head: host:port of the cluster's head.
+        printer: the printer of the ranks' output.
         debug: whether to wait for nodes and ranks without a deadline.
 
     Attributes:

@@ -54,8 +54,8 @@ class EngineActor:
         self._streams: defaultdict[str, _Stream] = defaultdict(_Stream)
 
     async def ready(self) -> tuple[bytes, str]:
-        """Build and start the server. Returns a reply that says so and the actor's node and process, as `ActorPool`
-        wants them."""
+        """Build and start the server. Returns a reply of `reply_of` that says whether it started, and the actor's node
+        and process as text."""
         import ray
 
         plan: ServerPlan = self._plan.load()
@@ -65,19 +65,20 @@ class EngineActor:
         return reply_of(lambda: None), whereabouts()
 
     async def add(self, stream: str, requests: Sequence[tuple[int, Request]], sampling: Sampling) -> None:
-        """Start to sample requests. Their outputs wait until `collect` returns them.
+        """Start to sample completions for requests. They wait here until `collect` returns them.
 
         Args:
             stream: the name of the caller's stream, unique among all ranks.
-            requests: (key in the stream, request).
+            requests: pairs of the request's key, by which the stream knows it, and the request.
+            sampling: the sampling parameters of all requests.
         """
         here = self._streams[stream]
         for key, request in requests:
             here.tasks[key] = asyncio.create_task(self._sample(here, key, request, sampling))
 
     async def collect(self, stream: str, seconds: float) -> list[Output]:
-        """Return the outputs of a stream that are ready, after waiting at most `seconds` for the first one. Even an
-        empty list shows that the actor lives."""
+        """Return the completions and errors of a stream that are ready, each with its request's key. It waits at most
+        `seconds` for the first one. Even an empty list shows that the actor is alive."""
         outputs = self._streams[stream].outputs
         try:
             found = [await asyncio.wait_for(outputs.get(), seconds)]
@@ -89,13 +90,13 @@ class EngineActor:
         return found
 
     async def abort(self, stream: str, keys: Sequence[int]) -> None:
-        """Cancel the requests of a stream with these keys. They get no outputs."""
+        """Cancel the requests of a stream that have these keys. They get no completions."""
         for key in keys:
             if key in self._streams[stream].tasks:
                 self._streams[stream].tasks.pop(key).cancel()
 
     async def end(self, stream: str) -> None:
-        """End a stream: cancel its requests, and forget its outputs."""
+        """End a stream: cancel its requests, and forget its completions."""
         for task in self._streams.pop(stream, _Stream()).tasks.values():
             task.cancel()
 
@@ -116,6 +117,7 @@ class EngineActor:
         await asyncio.to_thread(reaper.end, self._reaper.owner, os.getpid(), GRACE)
 
     async def _sample(self, stream: _Stream, key: int, request: Request, sampling: Sampling) -> None:
+        """Sample one request, and put its completion or error where `collect` finds it."""
         found: Completion | EngineError
         try:
             found = await self._running.generate(request, sampling)

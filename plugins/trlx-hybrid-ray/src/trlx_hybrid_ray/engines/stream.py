@@ -1,5 +1,5 @@
 """A stream of requests to the remote engines. It assigns requests to engines, collects the completions, and sends
-requests to another engine where one dies."""
+requests to another engine if one dies."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ class RemoteStream:
     beginning.
 
     Args:
+        pool: the engines of the run.
         servers: the numbers of the engines to use, keys of `pool.replicas`.
+        sampling: the sampling parameters of all requests.
         channel: a name that no other stream has.
         deadline: seconds that an engine may work without finishing a request; then it counts as dead.
-        revive: called when no engine is left. It returns the numbers of new engines that hold the current weights, or
-            raises.
+        revive: a function that is called when no engine is left. It returns the numbers of new engines that hold the
+            current weights, or raises.
     """
 
     shared = False
@@ -132,6 +134,8 @@ class RemoteStream:
     # --- to the engines and back ------------------------------------------------------------------------------------
 
     def _send(self) -> None:
+        """Send the queued requests. Requests of engines that died, as seen elsewhere, are assigned to other engines
+        first."""
         for server in [s for s in self._router.servers if s not in self._pool.replicas]:
             self._resend(server)  # found dead elsewhere, for example by a weight sync
         if not self._unsent:
@@ -150,6 +154,7 @@ class RemoteStream:
                 self._progress[server] = self._heard[server] = self._clock.now()
 
     def _taken(self, server: int, reference: Reference) -> list[tuple[int, Completion]]:
+        """Take an engine's answer to `collect`, and return the completions of requests, with their keys."""
         import ray
 
         try:
@@ -185,6 +190,7 @@ class RemoteStream:
                 )
 
     def _lose(self, server: int, cause: str) -> None:
+        """Remove an engine that died, and queue its requests for other engines."""
         self._pool.lose(server, cause)
         self._resend(server)
 

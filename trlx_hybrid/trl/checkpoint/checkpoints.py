@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from ...config import RESUME_VARIABLE
 from ...errors import ConfigError, listed
@@ -95,6 +94,9 @@ class Checkpoints:
         Args:
             output_dir: the folder of the run's checkpoints.
         """
+        # Not at the top: scripts that only call `checkpoint_to_resume` would wait seconds for it, on every rank.
+        from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+
         args, checkpoint = trainer.args, output_dir / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
         self._begin(checkpoint, args)
         self._limit, args.save_total_limit = args.save_total_limit, None

@@ -36,7 +36,7 @@ NAMES = {
     "ranks": "interprocess.ranks",
     "recipe": "commands.recipe",
     "remote_errors": "interprocess.remote_errors",
-    "rollout.completions": "plugins.completions",
+    "rollout.completions": "plugins.checks",
     "rollout.conversation": "contract.conversation",
     "rollout.model_generate": "own_loop.model_generate",
     "rollout.single_turn": "plugins.builtin",

@@ -16,7 +16,7 @@ from torch import Tensor
 from .blame import asked, asked_text, blaming, fault
 from .contract.protocols import Algorithm, Groups, Scores
 from .errors import ComponentError, ConfigError
-from .plugins.members import overrides
+from .plugins.checks import overrides
 
 if TYPE_CHECKING:
     from .interprocess.ranks import Ranks

@@ -14,8 +14,7 @@ from ..contract.conversation import Conversation
 from ..contract.protocols import Algorithm, Engine, EnvironmentArguments, Rollout, Scoring, WeightSync
 from ..contract.types import Completion, Request, Sampling
 from ..errors import ComponentError, did_you_mean, nearest
-from .completions import wrong_completions, wrong_conversations
-from .members import accepts, described, missing_members, mistaken_members
+from .checks import accepts, described, missing_members, mistaken_members, wrong_completions, wrong_conversations
 
 Slot = Literal["engine", "weights", "rollout", "scoring", "algorithm", "environment", "server"]
 SLOTS: tuple[Slot, ...] = get_args(Slot)

@@ -46,7 +46,7 @@ LOST_PEER = re.compile(
     r"|which never entered it|did not complete bucket|another rank",
     re.IGNORECASE,
 )
-"""A pattern of the error texts by which torch, vLLM and the weight syncs report that another rank is gone."""
+"""A pattern of the error texts by which torch, vLLM and the weight paths report that another rank is gone."""
 TRACEBACK = "Traceback (most recent call last):"
 CHAINED = ("The above exception was the direct cause", "During handling of the above exception")
 TORCHS = re.compile(r"^\[rank\d+\]: ?")  # prefix of the last lines that a process with a process group prints

@@ -1,4 +1,4 @@
-"""The options of the weight sync."""
+"""The options of the weight path `reshard`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trlx_hybrid.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardOptions:
-    """Options of the weight sync `reshard`: `HybridConfig.weights_options` for `weights="reshard"`.
+    """Options of the weight path `reshard`: `HybridConfig.weights_options` for `weights="reshard"`.
 
     Attributes:
         deadline: seconds to wait for a rank that is alive and has not come to the sync. It may be saving a checkpoint,

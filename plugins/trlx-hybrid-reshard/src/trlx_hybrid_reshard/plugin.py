@@ -1,4 +1,4 @@
-"""The entry point by which this package offers the weight sync `reshard` and the command `trlx-hybrid reshard-plan`. It
+"""The entry point by which this package offers the weight path `reshard` and the command `trlx-hybrid reshard-plan`. It
 imports no torch, no vLLM and no numpy, because every installed plugin is loaded at start-up."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def trlx_register(registry: Registry) -> None:
-    """Offer the weight sync `reshard`, for a sharded policy (FSDP2, HSDP, DDP) and tensor-parallel engines."""
+    """Offer the weight path `reshard`, for a sharded policy (FSDP2, HSDP, DDP) and tensor-parallel engines."""
     registry.offer(
         "weights",
         "reshard",

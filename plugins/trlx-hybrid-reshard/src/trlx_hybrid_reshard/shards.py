@@ -1,7 +1,7 @@
 """The shards of this rank's trainer: the local tensor of each parameter, by name, with adapters merged.
 
 LoRA adapters are merged into copies of this rank's shards, and the base weights stay as they are. PEFT's own merge of
-sharded tensors does this, out of place, as for the weight sync `gather`, so both syncs give the same bits. A shard of
+sharded tensors does this, out of place, as for the weight path `gather`, so both give the same bits. A shard of
 rows of the merged weight needs only the same rows of B and all of A, which is small. PEFT's product of two DTensors
 mostly moves more than that. Neither the plan's bytes nor its lower bound count this.
 """

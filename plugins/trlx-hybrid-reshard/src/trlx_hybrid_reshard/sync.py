@@ -1,4 +1,4 @@
-"""The weight sync `reshard`, which copies weights from the trainer's shards into the engines' tensor-parallel slices.
+"""The weight path `reshard`, which copies weights from the trainer's shards into the engines' tensor-parallel slices.
 Each rank receives only the bytes that it lacks."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LIMIT = 0.1
 
 
 class ReshardSync(WeightSync):
-    """The weight sync from an FSDP2, HSDP or DDP policy to engines with any tensor parallelism.
+    """The weight path from an FSDP2, HSDP or DDP policy to engines with any tensor parallelism.
 
     The layouts of both sides are read once; then each sync replays the plan. Frozen parameters move only if the
     engine's weights were lost, or if the parameters were written to or replaced since the last sync. The session
@@ -80,7 +80,7 @@ class ReshardSync(WeightSync):
     # --- choosing ---------------------------------------------------------------------------------------------------
 
     def refuses(self) -> str | None:
-        """Return why this weight sync cannot serve this model and engine, or None if it can. It is collective: all
+        """Return why this weight path cannot serve this model and engine, or None if it can. It is collective: all
         ranks refuse, or none does.
 
         Raises:

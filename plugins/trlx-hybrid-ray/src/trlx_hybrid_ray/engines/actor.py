@@ -21,7 +21,7 @@ from ..actors import Pickled, reply_of, see_own_gpus, whereabouts
 GRACE = 1.0  # seconds in which an engine's processes may end by themselves
 CLOSE_SECONDS = 1.0
 """Seconds that a server may take to close before its processes are killed. On a GPU the teardown of vLLM's core waits
-in NCCL for the trainer, the other end of a weight sync's communicator."""
+in NCCL for the trainer, the other end of a weight path's communicator."""
 
 
 Output = tuple[int, Completion | EngineError]
@@ -101,7 +101,7 @@ class EngineActor:
             task.cancel()
 
     async def call(self, method: str, arguments: Sequence[object] = ()) -> Any:
-        """Call a method of the server by its name, for the weight sync, see `EngineServer.call`. Every server knows
+        """Call a method of the server by its name, for a weight path, see `EngineServer.call`. Every server knows
         "check", which tests whether it is alive."""
         if method == "check":
             return await self._running.check()

@@ -129,12 +129,12 @@ class RemoteEngine:
         return not self.pool.replicas.keys() <= self._current or not self._current
 
     def load_weights(self, weights: NamedTensors) -> LoadReport:
-        """Raise an EngineError: weights reach remote engines only through the weight sync `transfer`, not through this
+        """Raise an EngineError: weights reach remote engines only through the weight path `transfer`, not through this
         method."""
         raise EngineError("Weights reach remote engines through weights='transfer'. Let weights='auto' choose it.")
 
     def differing(self, weights: NamedTensors) -> list[str]:
-        """Raise an EngineError: the weight sync `transfer` compares the weights of remote engines, not this method."""
+        """Raise an EngineError: the weight path `transfer` compares the weights of remote engines, not this method."""
         raise EngineError("What remote engines hold is compared by weights='transfer'. Let weights='auto' choose it.")
 
     def weights_written(self) -> None:

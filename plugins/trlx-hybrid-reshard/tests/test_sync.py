@@ -89,7 +89,7 @@ def test_adapters_are_merged_when_all_ranks_have_said_that_they_are_there(monkey
     """The merge of shards is FSDP's collective, which has no deadline of ours: a missing rank would hang the others."""
     _, sync = session_of(Model(), SlicedEngine(tp=1))
     called = []
-    for owner, name in ((Agreement, "exchange"), (Agreement, "same"), (Shards, "merge")):
+    for owner, name in ((Agreement, "exchange"), (Agreement, "compare"), (Shards, "merge")):
         plain = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, plain=plain, name=name: (called.append(name), plain(*a))[1])
     assert sync.refuses() is None
@@ -97,7 +97,7 @@ def test_adapters_are_merged_when_all_ranks_have_said_that_they_are_there(monkey
     assert called[:2] == ["exchange", "merge"]
     called.clear()
     sync.sync()
-    assert called == ["same", "merge"]
+    assert called == ["compare", "merge"]
 
 
 @pytest.fixture

@@ -31,8 +31,8 @@ ANSWER = 1.0
 
 class Agreement:
     """Collective checks among all ranks before a weight sync, which raise an error that names the rank that is missing.
-    They run over gloo, which takes CPU tensors and keeps deadlines. Every method but `use` and `close` must be called
-    by all ranks.
+    They run over gloo, which takes CPU tensors and keeps deadlines. Every method but `compare_over` and `close` must be
+    called by all ranks.
 
     Args:
         rank: the number of this rank.
@@ -79,7 +79,7 @@ class Agreement:
         """
         if self.group is None:
             return [value]
-        self.same(what, [], False)
+        self.compare(what, [], False)
         gathered = [value] * self._world
         try:
             dist.all_gather_object(gathered, value, group=self.group)
@@ -87,7 +87,7 @@ class Agreement:
             raise self._lost(what, "", error) from error
         return gathered
 
-    def use(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def compare_over(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Compare numbers over this process group from now on, because NCCL takes a tenth of gloo's time.
 
         Args:
@@ -96,7 +96,7 @@ class Agreement:
         """
         self._fast = group, device
 
-    def same(self, what: str, numbers: Sequence[int], flag: bool) -> tuple[bool, bool]:
+    def compare(self, what: str, numbers: Sequence[int], flag: bool) -> tuple[bool, bool]:
         """Compare integers between all ranks with one all-reduce.
 
         Args:

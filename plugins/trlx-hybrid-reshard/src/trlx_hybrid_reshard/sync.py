@@ -90,7 +90,7 @@ class ReshardSync(WeightSync):
         reason = self._refuses_at_sight()
         if reason is not None:
             return reason
-        with self._giving_up():
+        with self._abandoning_lost_ranks():
             return self._refuses_together()
 
     def _refuses_together(self) -> str | None:
@@ -166,14 +166,14 @@ class ReshardSync(WeightSync):
             PeerLostError: a rank does not take part.
         """
         agreement, sides = self._opened
-        with self._giving_up():
+        with self._abandoning_lost_ranks():
             self._group = agreement.group
             if agreement.group is not None and sides.device.type == "cuda":
                 # NCCL's own watchdog ends the process without telling other ranks, so it must come after our deadline.
                 patience = timedelta(seconds=2 * self._options.deadline + 60)
                 self._group = dist.new_group(backend="nccl", timeout=patience)
                 dist.all_reduce(torch.zeros(1, device=sides.device), group=self._group)  # not point-to-point first
-                agreement.use(self._group, sides.device)
+                agreement.compare_over(self._group, sides.device)
         self.prepared = self._prepare(sides.names)
 
     @property
@@ -214,7 +214,7 @@ class ReshardSync(WeightSync):
             sides.shards.refuse_other_modules()
         changed = sides.shards.refresh()
         everything, self._synced = changed or engine.weights_lost or not self._synced, False
-        with self._giving_up():
+        with self._abandoning_lost_ranks():
             self.prepared = prepared = self._agreed(everything)
             sides.shards.merge()
             try:
@@ -246,13 +246,13 @@ class ReshardSync(WeightSync):
         trained = tuple(name for name in sides.names if name not in sides.shards.frozen)
         small, whole = self._prepare(trained or sides.names), self._prepare(sides.names)
         mine = [self._run.weight_version, whole.digest, small.digest]
-        same, anyone = agreement.same("the start of the weight sync", mine, everything)
+        same, anyone = agreement.compare("the start of the weight sync", mine, everything)
         if not same:
             raise SyncError(plan_difference(agreement.exchange("the comparison of the ranks' plans", mine)))
         return whole if anyone else small
 
     @contextmanager
-    def _giving_up(self) -> Iterator[None]:
+    def _abandoning_lost_ranks(self) -> Iterator[None]:
         """Return a context that cleans up if a rank is lost, so that no operation of the sync waits for it, neither on
         this device nor when the groups are destroyed."""
         try:

@@ -250,7 +250,8 @@ class RemoteEnvironments:
         the next environment is made.
 
         A call that hangs may still run, and its thread cannot be ended. If its worker has no other environments, the
-        worker is killed. Otherwise the call keeps its place in the worker until it returns.
+        worker is killed. Otherwise the call counts as stuck until it returns; a worker's first `STUCK`
+        stuck calls take no place.
 
         Args:
             key: the environment's number.

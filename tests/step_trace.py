@@ -28,24 +28,33 @@ HEAD = """# One optimizer step, call by call
 
 In short, between two optimizer steps of a run with an engine:
 
-1. `on_step_begin`: the step's clock starts; the first steps of a run record the weights that they start from.
-2. TRL asks for a micro-batch (`_prepare_inputs`), and where a rollout is due for a whole batch
-   (`_generate_and_score_completions`). A replay gives the recorded one, and steps 3 to 9 do not happen.
-3. `session.rollout_phase` begins: hook `trlx_leave_phase`, trainer state leaves the device as far as the engine needs
-   the room, and the engine's weights wake.
-4. The weight sync: hook `trlx_sync_start`, `WeightSync.sync`, its check, at first the probe of log-probs, hook
-   `trlx_sync_end`. Then the KV cache wakes: hook `trlx_enter_phase`.
-5. The rollout samples: `Rollout.run`, or `Rollout.converse` where the model has tools.
+1. `on_step_begin`: the step's clock starts; the first steps of a run record the weights that they start from
+   (`trl/metrics/step_metrics.py`, `policy/first_step.py`).
+2. `training_step` (`trl/trainer.py`): TRL asks for a micro-batch (`_prepare_inputs`), and where a rollout is due for a
+   whole batch (`_generate_and_score_completions`). A replay gives the recorded one (`trl/replay/replay.py`), and
+   steps 3 to 9 do not happen. Algorithms may draw the prompts (`trl/generation/resampling.py`).
+3. `session.rollout_phase` begins (`session.py`): hook `trlx_leave_phase`, trainer state leaves the device as far as the
+   engine needs the room (`memory/trainer_memory.py`), and the engine's weights wake.
+4. The weight sync (`weights/sync.py`): hook `trlx_sync_start`, `WeightSync.sync`, its check, with every check of all
+   tensors a probe of log-probs, hook `trlx_sync_end`. Then the KV cache wakes: hook `trlx_enter_phase`.
+5. The rollout samples (`trl/generation/vllm_generation.py`, `rollout/sampler.py`): `Rollout.run`, or `Rollout.converse`
+   where the model has tools.
 6. `session.rollout_phase` ends: hook `trlx_leave_phase`, the engine sleeps, trainer state comes back, hook
-   `trlx_enter_phase`. An algorithm that filters groups repeats steps 3 to 7 until the batch is full.
-7. Reward functions score the completions; algorithms observe the rewards.
-8. TRL scores old and reference log-probs, unless the old ones come from the first loss.
-9. Advantages: TRL's, those of an algorithm, or of the hook `trlx_advantages`. Hook `trlx_rollout_end`; the numbers in
-   `session.metrics` go to TRL's log.
-10. For each micro-batch: `Scoring.score` in TRL's `_compute_loss`, terms of algorithms (`Algorithm.loss`), and the
-    backward pass. Where the old log-probs come from the first loss, engine and trainer are compared here.
-11. Gradients are clipped, and the optimizer steps. `on_optimizer_step`: the weight version grows. Where TRL logs, hook
-    `trlx_log`.
+   `trlx_enter_phase`. Rows that were cut at their length limit are noted (`trl/generation/truncation.py`). An algorithm
+   that filters groups has each round rewarded, and repeats steps 3 to 6 until the batch is full.
+7. TRL scores old and reference log-probs (`trl/scoring/scoring_call.py`), unless the old ones come from the first loss
+   (`trl/scoring/deferred.py`).
+8. Reward functions score the completions (`trl/rewards.py`); algorithms observe the rewards (`algorithms.py`).
+9. Engine and trainer are compared, where there are old log-probs (`trl/scoring/agreement.py`). Advantages: TRL's,
+   those of an algorithm, or of the hook `trlx_advantages` (`trl/rewards.py`). Hook `trlx_rollout_end`; the numbers in
+   `session.metrics` go to TRL's log (`trl/metrics/session_metrics.py`). A scoring may move rows to other
+   micro-batches.
+10. For each micro-batch (`trl/scoring/loss.py`): `Scoring.score` in TRL's `_compute_loss`, after it the terms of
+    algorithms (`Algorithm.loss`), and the backward pass. Where the old log-probs come from the first loss, engine and
+    trainer are compared here. Micro-batches that were scored in one forward pass share a backward pass after the last
+    of them (`trl/scoring/joined.py`).
+11. Gradients are clipped, and the optimizer steps. `on_optimizer_step` (`trl/attach.py`): the weight version grows.
+    Where TRL logs, hook `trlx_log`.
 
 Below is a real step, the second of a GRPO run in two processes on a CPU, with packed rows, joined micro-batches and a
 tool; rank 0 is shown. A name in bold stands for a method that overrides one of TRL's or transformers', or that they

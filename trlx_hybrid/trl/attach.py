@@ -203,7 +203,7 @@ def attach(trainer: StockTrainer, chosen: Chosen, starts: Callable[[int], None])
         metrics=SessionMetrics(session),
         recorder=None if config.record is None else Recorder(session, config.record),
         replay=None if chosen.replayed is None else Replay(trainer, chosen.replayed),
-        steps=steps,
+        step_metrics=steps,
         left_out_by=left_out_by,
         borrowed=BORROWED,
     )

@@ -228,7 +228,7 @@ def judged(trainer: StockTrainer, run: RunState, rewards: Tensor, observed: bool
         observed: whether the algorithms have seen them already.
     """
     batch, algorithms = run.batch, run.session.algorithms
-    if not (batch.scored and trainer.model.training and algorithms.judges) or batch.in_rounds:
+    if not (batch.to_be_scored and trainer.model.training and algorithms.judges) or batch.in_rounds:
         return rewards
     groups = sampled_groups(trainer, run, rewards, batch.row_numbers)
     if not observed:

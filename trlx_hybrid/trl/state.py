@@ -58,13 +58,13 @@ class Batch:
     """A generation: rows that are sampled together, from the request for them until they are scored.
 
     Attributes:
-        scored: whether TRL is going to score the rows, for training or evaluation; False where a script only samples
-            them, and once they are scored.
+        to_be_scored: whether TRL is going to score the rows, for training or evaluation; False where a script only
+            samples them, and once they are scored.
         in_rounds: whether the rows are sampled in several rounds, of which one is running.
         row_numbers: for each group (the completions of one prompt) of all ranks, the number of its prompt's row in the
             dataset; None where the order is TRL's.
         generated: the result of TRL's `_generate`; None before.
-        sampled: whether `generated` is already there when TRL asks for it.
+        known: whether `generated` is already there when TRL asks for it, since the rows were sampled in rounds.
         conversations: each row's conversation with tools; None where TRL runs the tools.
         truncated: for each row, whether its completion was cut at its length limit; None where that is not known.
         masked: (B,) bool, the truncated rows where TRL's rule would exclude others from the loss; else None.
@@ -78,11 +78,11 @@ class Batch:
         scores_old: whether the next scoring is that of the old log-probs, with the experts of the rollout.
     """
 
-    scored: bool = False
+    to_be_scored: bool = False
     in_rounds: bool = False
     row_numbers: Sequence[int | None] | None = None
     generated: Any = None
-    sampled: bool = False
+    known: bool = False
     conversations: list[Conversation] | None = None
     truncated: list[bool] | None = None
     masked: Tensor | None = None
@@ -139,7 +139,7 @@ class RunState:
         metrics: `session.metrics`, which are handed to TRL's log.
         recorder: writes each batch to a recording; None where none is written.
         replay: reads the batches from a recording; None where they are sampled.
-        steps: measures the time of a step; None where nothing is measured.
+        step_metrics: measures the time of a step; None where nothing is measured.
         left_out_by: the sampling setting that leaves ids out, where log-probs are computed over the others only.
         borrowed: functions of TRL's that the parts call.
         deferred: the old log-probs that the losses' first forward passes compute.
@@ -157,7 +157,7 @@ class RunState:
     metrics: SessionMetrics
     recorder: Recorder | None
     replay: Replay | None
-    steps: StepMetrics | None
+    step_metrics: StepMetrics | None
     left_out_by: str | None
     borrowed: Borrowed
     deferred: DeferredLogProbs = field(default_factory=DeferredLogProbs)
@@ -172,16 +172,16 @@ class RunState:
 
     def part(self, name: str) -> AbstractContextManager[None]:
         """Return a context that measures its time as a part of the optimizer step, see `StepMetrics.part`."""
-        return nullcontext() if self.steps is None else self.steps.part(name)
+        return nullcontext() if self.step_metrics is None else self.step_metrics.part(name)
 
     @contextmanager
     def scored_batch(self) -> Iterator[Batch]:
         """Return a context in which TRL has a batch sampled and scores it, and which gives the batch."""
-        batch = self.batch = Batch(scored=True)
+        batch = self.batch = Batch(to_be_scored=True)
         try:
             yield batch
         finally:
-            batch.scored = batch.skips_old = batch.scores_old = False
+            batch.to_be_scored = batch.skips_old = batch.scores_old = False
 
     @contextmanager
     def generation(self) -> Iterator[None]:

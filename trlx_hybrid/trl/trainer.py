@@ -117,7 +117,8 @@ def _choosing(base: type[Any]) -> type[Any]:
 class HybridTrainer(Base):
     """The base class that `hybrid` puts before a TRL trainer in the method resolution order.
 
-    An instance made without `__init__`, as TRL's tests of single methods make it, behaves as TRL's own.
+    Before `__init__` is over, and in an instance made without it, as TRL's tests of single methods make one, methods
+    that sample, score and compute losses are TRL's own.
 
     Attributes:
         session: the live objects of this run.
@@ -127,7 +128,6 @@ class HybridTrainer(Base):
     _chosen: attach.Chosen
     _run: RunState | None = None  # None until `__init__` is over
     _trl_use_vllm: bool
-    _sampled_before = False
 
     # --- construction: `__init__` in front of a user's subclass, and behind it (`_choosing`) --------------------------
 
@@ -236,7 +236,7 @@ class HybridTrainer(Base):
         if run.window.step != self.state.global_step:
             run.window = Window(self.state.global_step)
         run.terms_added = False
-        timed = nullcontext() if run.steps is None else run.steps.micro_batch()
+        timed = nullcontext() if run.step_metrics is None else run.step_metrics.micro_batch()
         with session.memory.reporting(), timed:
             if session.config.rollout_only:
                 result = self._only_sampled(model, inputs)
@@ -265,8 +265,8 @@ class HybridTrainer(Base):
         run = self._run
         if run is None:
             return super()._prepare_inputs(generation_batch)
-        known, window = self._buffered_inputs, (run.window.step, run.window.done)
-        with nullcontext() if run.replay is None else run.replay.in_place(self, window):
+        known, place = self._buffered_inputs, (run.window.step, run.window.done)
+        with nullcontext() if run.replay is None else run.replay.in_place(self, place):
             inputs = super()._prepare_inputs(generation_batch)
         drawn = self._buffered_inputs
         if drawn is not known and drawn is not None:
@@ -274,8 +274,8 @@ class HybridTrainer(Base):
             self._buffered_inputs = loss.regrouped(self, run, drawn)
             if self._buffered_inputs is not drawn:
                 inputs = self._buffered_inputs[self._step % len(drawn)]
-        if run.steps is not None:
-            run.steps.prepared(inputs)
+        if run.step_metrics is not None:
+            run.step_metrics.prepared(inputs)
         return inputs
 
     # --- a batch: sampled, rewarded, scored ---------------------------------------------------------------------------
@@ -284,14 +284,14 @@ class HybridTrainer(Base):
         run = self._run
         if run is None:
             return super()._generate_and_score_completions(inputs)
-        window = run.window.step, run.window.done
+        place = run.window.step, run.window.done
         if run.replay is not None:
-            values = run.replay.batch(self, window)
+            values = run.replay.batch(self, place)
             if NUMBER in values:
                 run.deferred.begin(values, self.model.training, self.session.weight_version)
             return values
         if run.recorder is not None:
-            return run.recorder.recorded(self, window, lambda: (self._rolled_out(run, inputs), run.batch.rewards))
+            return run.recorder.recorded(self, place, lambda: (self._rolled_out(run, inputs), run.batch.rewards))
         return self._rolled_out(run, inputs)
 
     def _rolled_out(self, run: RunState, inputs: Rows) -> dict[str, Any]:
@@ -321,7 +321,7 @@ class HybridTrainer(Base):
             values[EXPERTS] = rollout_experts(run, values["prompt_mask"], values["completion_ids"].shape[1])
             session.experts = []  # frees the memory of a rollout's experts
         batch.supports = batch.kept = None
-        agreement.check(self, run, values, values)
+        agreement.check(self, run, values)
         rewards.advise(self, run, values)
         session.host.call("trlx_rollout_end", session=session, trajectories=self._trajectories(batch))
         run.metrics.begin()
@@ -364,16 +364,16 @@ class HybridTrainer(Base):
         run = self._run
         if run is None:
             return super()._generate(prompts)
-        if not run.batch.scored:
+        if not run.batch.to_be_scored:
             run.batch = Batch()  # a script samples by itself
         batch = run.batch
-        if not batch.sampled:
+        if not batch.known:
             self._sample(run, prompts)
         if self._base_name == "GRPO":
             tool_calling.check_images(self, batch.generated)
-            if batch.scored:
+            if batch.to_be_scored:
                 tool_calling.show_images(self, batch.generated)
-        return truncation.handed_on(self, batch) if batch.scored else batch.generated
+        return truncation.handed_on(self, batch) if batch.to_be_scored else batch.generated
 
     def _sample(self, run: RunState, prompts: list[Any]) -> Any:
         """Sample one round's completions of `prompts` into the run's batch, and return them in the form of TRL's
@@ -387,13 +387,13 @@ class HybridTrainer(Base):
         with run.generation(), run.part("rollout"), phase, tool_calling.forgiving(self, run), early:
             batch.generated = tool_calling.with_images(self, super()._generate(prompts))
         truncation.note_truncated(self, run)
-        if batch.scored and run.left_out_by is not None:
+        if batch.to_be_scored and run.left_out_by is not None:
             batch.supports = kept_ids.rows_of(self, batch.generated)
-        if not self._sampled_before and not stock and session.ranks.rank == 0:
+        if "reward functions" not in run.said and not stock and session.ranks.rank == 0:
             functions, tools = getattr(self, "reward_funcs", ()), bool(getattr(self, "tools", None))
             parse = run.borrowed.parse_response
             unseen_parts.warn(functions, batch.generated[0], self.processing_class, parse, tools)
-        self._sampled_before = True
+        run.said.add("reward functions")
         return batch.generated
 
     def _generate_single_turn(
@@ -510,8 +510,8 @@ class HybridTrainer(Base):
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Log as TRL does, after the metrics of all finished steps were added: TRL logs the mean over the steps since
         the last line."""
-        if self._run is not None and self._run.steps is not None:
-            self._run.steps.settle(wait=True)
+        if self._run is not None and self._run.step_metrics is not None:
+            self._run.step_metrics.settle(wait=True)
         super().log(*args, **kwargs)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ def resampled(trainer: StockTrainer, run: RunState, rows: Rows, sample: Callable
         missing -= sum(rounds[-1].kept)
     batch.in_rounds = False
     sampled = _batch(trainer, run, rounds, needed)
-    batch.generated, batch.sampled = _as_generated(sampled, columns), True
+    batch.generated, batch.known = _as_generated(sampled, columns), True
     batch.truncated = [row.truncated for row in sampled]
     if any(row.experts is not None for row in sampled):
         session.experts = [row.experts for row in sampled]

@@ -47,15 +47,15 @@ class _Position:
         self._session = session
         self._evaluated: Counter[int] = Counter()  # batches of the evaluation after so many steps
 
-    def next(self, trainer: StockTrainer, window: tuple[int, int]) -> tuple[str, int, int]:
+    def next(self, trainer: StockTrainer, place: tuple[int, int]) -> tuple[str, int, int]:
         """Return the place of the batch that TRL asks for now: "train" or "eval", the optimizer step, and the
         micro-batch within the step or, in an evaluation, the number of the batch.
 
         Args:
-            window: the optimizer step that runs, and the number of its micro-batches that are done.
+            place: the optimizer step that runs, and the number of its micro-batches that are done.
         """
         if trainer.model.training:
-            return "train", *window
+            return "train", *place
         step = trainer.state.global_step
         self._evaluated[step] += 1
         return "eval", step, self._evaluated[step] - 1
@@ -110,17 +110,17 @@ class Recorder:
     def recorded(
         self,
         trainer: StockTrainer,
-        window: tuple[int, int],
+        place: tuple[int, int],
         roll_out: Callable[[], tuple[dict[str, Any], Tensor | None]],
     ) -> dict[str, Any]:
         """Sample the next batch, write it, and return it.
 
         Args:
-            window: the optimizer step that runs, and the number of its micro-batches that are done.
+            place: the optimizer step that runs, and the number of its micro-batches that are done.
             roll_out: a function that samples and scores the batch, and returns it with its rewards, (world * B,
                 functions).
         """
-        mode, step, number = self._position.next(trainer, window)
+        mode, step, number = self._position.next(trainer, place)
         if mode == "train":
             if (step, number) <= self._last:
                 self._begun = False  # a second `train()`
@@ -207,14 +207,14 @@ class Replay:
                 ended = f"after {steps} of {trainer.state.max_steps} steps"
                 print(f"trlx_hybrid: the recording ends {ended}, and training with it", file=sys.stderr, flush=True)
 
-    def batch(self, trainer: StockTrainer, window: tuple[int, int]) -> dict[str, Any]:
+    def batch(self, trainer: StockTrainer, place: tuple[int, int]) -> dict[str, Any]:
         """Return the batch that the recording has for the current step, on this run's device, and restore metrics and
         random states as they were after it. Collective.
 
         Args:
-            window: the optimizer step that runs, and the number of its micro-batches that are done.
+            place: the optimizer step that runs, and the number of its micro-batches that are done.
         """
-        mode, *here = self._position.next(trainer, window)
+        mode, *here = self._position.next(trainer, place)
         step, number = self._recording.latest(*here) if mode == "train" else here
         batch, device = self._recording.read(mode, step, number), self._session.policy.device
         self._compare_weights(batch, first=step == self._recording.places[0][0])
@@ -227,15 +227,15 @@ class Replay:
             torch.set_num_threads(batch.threads)
         return {name: v.to(device) if isinstance(v, Tensor) else v for name, v in batch.values.items()}
 
-    def in_place(self, trainer: StockTrainer, window: tuple[int, int]) -> AbstractContextManager[None]:
+    def in_place(self, trainer: StockTrainer, place: tuple[int, int]) -> AbstractContextManager[None]:
         """Set TRL's `_step` to where the recording has its batches, and return a context in which TRL asks for a batch.
 
         Args:
-            window: the optimizer step that runs, and the number of its micro-batches that are done.
+            place: the optimizer step that runs, and the number of its micro-batches that are done.
         """
         if not trainer.model.training:
             return nullcontext()
-        taken = self._before(trainer, *window) - self._before(trainer, *self._recording.latest(*window))
+        taken = self._before(trainer, *place) - self._before(trainer, *self._recording.latest(*place))
         if trainer._step % micro_batches_of_a_rollout(trainer) != taken:
             trainer._step = taken
         within = taken and trainer._buffered_inputs is None  # resumed in the middle of a batch

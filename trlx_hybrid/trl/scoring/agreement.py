@@ -22,13 +22,15 @@ def own_log_probs(trainer: StockTrainer) -> bool:
     return custom is not None and not getattr(custom, "samples_from_session", False)
 
 
-def check(trainer: StockTrainer, run: RunState, batch: Mapping[str, Any], whole: Mapping[str, Any]) -> None:
+def check(
+    trainer: StockTrainer, run: RunState, batch: Mapping[str, Any], whole: Mapping[str, Any] | None = None
+) -> None:
     """Compare the engine's log-probs with the trainer's, and raise if they differ by more than rounding; if a user's
     `rollout_func` returned them, only warn. Does nothing unless the batch has both. Collective.
 
     Args:
         batch: this rank's rows, as TRL trains on them.
-        whole: rows of the batch with everything needed to score them again.
+        whole: rows of the batch with everything needed to score them again; by default the rows of `batch`.
 
     Raises:
         SyncError: engine and trainer differ.
@@ -36,7 +38,7 @@ def check(trainer: StockTrainer, run: RunState, batch: Mapping[str, Any], whole:
     session = run.session
     if session.selection.stock or not {shape.OLD, shape.SAMPLED} <= batch.keys():
         return
-    source = session.sampler.source
+    source, again = session.sampler.source, batch if whole is None else whole
     session.versions.check_batch(
         session.live_engine,
         batch[shape.SAMPLED],
@@ -48,7 +50,7 @@ def check(trainer: StockTrainer, run: RunState, batch: Mapping[str, Any], whole:
         own_sampler=own_log_probs(trainer),
         over_support=run.left_out_by is not None,
         rollout=source if source is not None and source.slot == "rollout" else None,
-        again=_again(trainer, run, whole) if _comparable(trainer, run, whole) else None,
+        again=_again(trainer, run, again) if _comparable(trainer, run, again) else None,
     )
 
 

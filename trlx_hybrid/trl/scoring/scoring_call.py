@@ -203,8 +203,8 @@ class ScoringCall:
         return Scores(outputs.log_probs, entropies, outputs.aux_loss if self.router_loss else None)
 
     def _count(self, tokens: Tensor) -> None:
-        if self.run.steps is not None and torch.is_grad_enabled():
-            self.run.steps.loss_tokens += tokens.numel()
+        if self.run.step_metrics is not None and torch.is_grad_enabled():
+            self.run.step_metrics.loss_tokens += tokens.numel()
 
     def _replaying(self, experts: Tensor | None) -> AbstractContextManager[None]:
         replay = self.run.session.router_replay

@@ -65,17 +65,19 @@ NAMES = {
 """The present name of each module that has moved, by its former name, both within this package."""
 
 MOVED = {f"{__package__}.{former}": f"{__package__}.{new}" for former, new in NAMES.items()}
-"""The same with the package's name."""
+"""The present name of each module that has moved, by its former name, both with the package's name in front, as
+`import` takes them."""
 
 
 class FormerNames:
-    """Finds and loads modules by their former names. It comes last on `sys.meta_path`, so it costs no other import
-    anything. It has no base class: importing `importlib.abc` takes 8 ms."""
+    """A finder that finds and loads modules by their former names. It comes last on `sys.meta_path`, so it costs no
+    other import anything. It has no base class: importing `importlib.abc` takes 8 ms."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return a spec for the former name of a module, with a FutureWarning for who imports it; None for others."""
+        """Return a spec for the former name of a module, and give a FutureWarning to the code that imports it; None for
+        other names."""
         if fullname not in MOVED:
             return None
         warnings.warn(_told(fullname), FutureWarning, stacklevel=2)  # Python skips its own frames

@@ -32,10 +32,13 @@ class Algorithms:
         session: the run's session.
 
     Attributes:
-        rounds, oversampling: the largest value of these attributes among the algorithms; 1 without algorithms.
+        rounds: the largest number of rounds of sampling for one batch that an algorithm asks for; 1 without algorithms.
+        oversampling: the largest number of prompts in the first round that an algorithm asks for, as a multiple of the
+            batch's; 1 without algorithms.
 
     Raises:
         ConfigError: two algorithms decide the same thing (prompts or advantages).
+        ComponentError: an algorithm's `rounds` or `oversampling` is no number of 1 or more.
     """
 
     def __init__(self, chosen: Sequence[Choice], session: Any) -> None:
@@ -73,18 +76,18 @@ class Algorithms:
 
     @functools.cached_property
     def filters(self) -> bool:
-        """True where more groups may be sampled for a batch than are trained on."""
+        """True where more groups (the completions of one prompt) may be sampled for a batch than are trained on."""
         return self.rounds > 1 or self.oversampling > 1 or bool(self._having("keep"))
 
     @functools.cached_property
     def judges(self) -> bool:
         """True where an algorithm observes or replaces rewards or advantages, so that it needs a batch's rewards for
-        more than `keep`."""
+        more than to choose the groups that are kept."""
         return any(self._having(method) for method in ("observe", "rewards", "advantages"))
 
     @property
     def advantages_by(self) -> str | None:
-        """The name of the algorithm whose advantages the trainer uses, or None."""
+        """The name of the algorithm that computes the advantages; None where no algorithm does."""
         return next((component.name for component, _ in self._having("advantages")), None)
 
     @property
@@ -116,8 +119,8 @@ class Algorithms:
 
     def draw_or_any(self, count: int, size: int, weight_version: int) -> list[int]:
         """Return the row numbers of `draw`, or random ones where `draw` returns None. Random rows differ from each
-        other where the dataset has enough, and depend only on the run's seed, the weight version and the number of
-        calls."""
+        other where the dataset has enough. They depend only on the run's seed, the weight version, and the number of
+        random draws before with this version."""
         drawn = self.draw(count, size)
         if drawn is not None:
             return drawn
@@ -130,12 +133,14 @@ class Algorithms:
     # --- batches ----------------------------------------------------------------------------------------------------
 
     def observe(self, groups: Groups) -> None:
-        """Pass the groups of a round of sampling to all algorithms that override `observe`."""
+        """Pass the groups of a round of sampling, with their rewards, to all algorithms that override `observe`, which
+        for instance choose later prompts by them."""
         for component, algorithm in self._having("observe"):
             asked(component, algorithm, "observe", groups)
 
     def keep(self, groups: Groups) -> list[bool]:
-        """Return for each group whether all algorithms keep it; a group without any reward is never kept. Collective.
+        """Return for each group whether all algorithms keep it for training; a group without any reward is never kept.
+        Collective.
 
         Raises:
             ComponentError: an algorithm returned something else than a bool per group, or not the same on all ranks.
@@ -171,7 +176,7 @@ class Algorithms:
 
     def advantages(self, groups: Groups) -> Tensor | None:
         """Return the advantages of the algorithm that computes them, (groups, num_generations), 0 where a row has no
-        reward. None keeps TRL's.
+        reward. None where no algorithm computes any, so that TRL's are used.
 
         Raises:
             ComponentError: an algorithm returned a tensor of another shape, or numbers that are not finite.
@@ -185,8 +190,12 @@ class Algorithms:
         return None
 
     def loss(self, scores: Scores, batch: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-        """Return the term that each algorithm with a loss adds to a micro-batch's loss, by name; None where it adds
-        nothing.
+        """Return the term that each algorithm with a method `loss` adds to a micro-batch's loss, by the algorithm's
+        name; None where it adds nothing.
+
+        Args:
+            scores: log-probs and entropies of the micro-batch's rows, with gradients.
+            batch: the tensors that TRL computes the loss from, by TRL's names.
 
         Raises:
             ComponentError: an algorithm returned something else than a scalar tensor.
@@ -201,8 +210,12 @@ class Algorithms:
         return terms
 
     def _agree(self, component: Component, method: str, answer: Any) -> None:
-        """Raise unless all ranks got the same answer: with different answers they would later wait for each other.
-        Collective."""
+        """Raise ComponentError unless an algorithm's method returned the same on all ranks: with different results they
+        would later wait for each other. Collective.
+
+        Args:
+            answer: what the method returned on this rank.
+        """
         answers = self._ranks.gather(answer)
         other = next((rank for rank, found in enumerate(answers) if found != answers[0]), None)
         if other is not None:
@@ -214,12 +227,12 @@ class Algorithms:
     # --- life -------------------------------------------------------------------------------------------------------
 
     def notes(self) -> list[str]:
-        """Return the algorithms' lines for the run's header."""
+        """Return the lines about the algorithms that are printed when the run starts, one for each that has a note."""
         notes = [(component.name, asked_text(component, algorithm, "note")) for component, algorithm in self._built]
         return [f"{name}: {note}" for name, note in notes if note is not None]
 
     def state(self) -> dict[str, Any]:
-        """Return the state of each algorithm that has one, by name.
+        """Return the state of each algorithm that has one, by the algorithm's name, for a checkpoint.
 
         Raises:
             ComponentError: a state is no mapping, or cannot be written as JSON.
@@ -250,7 +263,7 @@ def _shaped(component: Component, method: str, found: Any, like: Tensor, needed:
         method: the algorithm's method, for the message.
         found: what the method returned.
         like: a tensor of the shape that is required.
-        needed: bool, where the numbers must be finite.
+        needed: a bool mask in the shape of `like`, True where the numbers must be finite.
 
     Raises:
         ComponentError: the check fails.

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from .errors import ComponentError, HybridError
 
 CALLED_BACK = "_trlx_hybrid_called_back"
-"""The attribute that marks an error as not the component's fault: it was raised by a function that the component was
-given to call, see `called_back`."""
+"""The attribute that `called_back` sets on an error to say that it is not the component's fault: it was raised by a
+function that the component was given to call."""
 
 
 class Blamed(Protocol):
@@ -78,7 +78,12 @@ def asked(component: Blamed | None, part: object, method: str, *given: Any, **na
 
 
 def asked_text(component: Blamed | None, part: object, method: str, *given: Any) -> str | None:
-    """Call a method, see `asked`, that must return a text or None, and return its result.
+    """Call a method, which must return a text or None, of an object that a component has built, and return its result.
+
+    Args:
+        component: the component, or None where it is not known.
+        part: the object.
+        method: name of the method; `given` are its arguments.
 
     Raises:
         ComponentError: the method raised, or returned something else.

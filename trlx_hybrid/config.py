@@ -30,8 +30,8 @@ STARTS_VARIABLE = "TRLX_HYBRID_RESTART_COUNT"
 """An environment variable that `trlx-hybrid launch` sets to the number of starts before this one."""
 
 LAUNCH_VARIABLE = "TRLX_HYBRID_LAUNCH"
-"""An environment variable that `trlx-hybrid launch` sets, the same at all its starts; not set where the launch itself
-is to resume a run."""
+"""An environment variable that `trlx-hybrid launch` sets to an id of the launch, the same at all its starts; not set
+where the launch itself is to resume a run."""
 
 
 @dataclass(kw_only=True)
@@ -234,7 +234,8 @@ class HybridConfig:
 
     @classmethod
     def coerce(cls, value: HybridConfig | Mapping[str, Any] | None) -> HybridConfig:
-        """Return a config from what a user passes as `hybrid=`: a config, a mapping of its fields, or None."""
+        """Return a config from what a user passes as `hybrid=`: a config, a mapping of its fields, or None for
+        the defaults. Raises ConfigError for anything else."""
         if value is None:
             return cls()
         if isinstance(value, cls):

@@ -34,11 +34,12 @@ def unwritten(error: BaseException) -> bool:
 
 @contextmanager
 def named(text: Callable[[Exception], str]) -> Iterator[None]:
-    """Raise a HybridError in place of an error inside the context that says that a file could not be written. Other
-    errors pass unchanged.
+    """Return a context that turns an error raised inside into a HybridError if the error says that a file could not be
+    written. Other errors pass unchanged.
 
     Args:
-        text: returns the message for such an error; it should name what was written, and what to do.
+        text: returns the HybridError's message from the original error; the message should name what was written, and
+            what to do.
 
     Raises:
         HybridError: a file cannot be written.

@@ -101,7 +101,8 @@ def listed(names: Sequence[str], limit: int = 5) -> str:
 
 
 def nearest(name: str, known: Iterable[str], alike: float = 0.6) -> str:
-    """Return the nearest of the known names, or "" where none has a similarity of at least `alike`, from 0 to 1."""
+    """Return the known name most similar to the given one, or "" where none has a similarity (from 0 to 1) of at least
+    `alike`."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=alike)), "")
 
 

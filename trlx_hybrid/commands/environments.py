@@ -1,5 +1,5 @@
-"""The command `trlx-hybrid environments`: lists the environments on offer, and plays a few episodes of one, answered by
-hand or by a model."""
+"""The command `trlx-hybrid environments`: lists the environments that plugins offer, and plays a few episodes of one,
+with answers from the terminal or from a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TURNS = 20  # limit of an episode without an option
 TOKENS = 512  # limit of a model's turn
 
 EMPTY = {"prompt": [{"role": "user", "content": ""}]}
-"""The dataset row of an episode where there is no dataset, as in TRL: an empty prompt."""
+"""The dataset row that an episode is played with where there is no dataset: an empty prompt, as in TRL."""
 
 Answer = Callable[[Sequence[Message], Mapping[str, Callable[..., Any]]], Message]
 """A function that takes the messages of a conversation and the tools by name, and returns the next assistant message.
@@ -34,8 +34,8 @@ It raises EOFError where there are no more answers."""
 
 
 class MistakeError(HybridError):
-    """An error for an environment that does something that training would refuse. The message says what, and how to fix
-    it."""
+    """An error for an environment that does something that training would refuse. The message says what it does, and
+    how to fix it."""
 
 
 def wrong_observation(observation: Any) -> str | None:
@@ -77,8 +77,8 @@ def wrong_step(step: Any) -> str | None:
 
 
 def add_command(commands: Any) -> None:
-    """Add the command `environments` to the command line. It stores a function as the option `run`, which takes all
-    options and returns the exit status.
+    """Add the command `environments` to the command line. Parsing it sets the option `run` to a function that takes the
+    parsed options and returns the exit status.
 
     Args:
         commands: what `argparse`'s `add_subparsers` returned.
@@ -162,7 +162,8 @@ def _try(options: argparse.Namespace) -> int:
 
 
 def _brought(what: str, function: Callable[..., Any], *given: Any) -> Any:
-    """Call a function of the plugin before any episode and return its result; its errors become MistakeErrors.
+    """Call a function of the plugin that offers the environment, before any episode, and return its result. Errors that
+    are not this package's become MistakeErrors.
 
     Args:
         what: what the function is, for the message.
@@ -179,11 +180,13 @@ class Player:
     """Plays an environment as training does, one episode after another, and prints what happens in each.
 
     Args:
-        answer: gives the model's answers.
+        arguments: the environment, as its plugin describes it.
+        component: the component that offers the environment, for messages.
+        answer: returns the assistant's message for each turn: typed by the user, or sampled from a model.
         turns: the largest number of turns of an episode; None for the environment's own limit.
 
     Attributes:
-        problems: number of problems found.
+        problems: number of faults of the environment that were found.
     """
 
     def __init__(

@@ -64,11 +64,12 @@ class EngineSize:
     Attributes:
         weights: bytes of the engine's weights.
         shared: whether these weights are the policy's own memory.
-        kv_cache: bytes of the KV cache: enough for `sequences` sequences, or for as many as fit.
+        kv_cache: bytes of the KV cache: the configured size; else enough for `sequences` sequences, or for as many as
+            fit into memory.
         sequence: bytes of the KV cache that one sequence of `length` tokens takes.
         sequences: the largest number of sequences that the engine computes at once.
         length: the longest prompt plus completion, in tokens.
-        sleeps: whether the engine gives memory back during TRAIN.
+        sleeps: whether the engine gives memory back while the trainer trains.
     """
 
     weights: int
@@ -99,12 +100,12 @@ class EngineSize:
 
 
 def forecast(given: RecipeSettings, gpus: GPUs) -> list[str]:
-    """Return the lines of a forecast: bytes per owner and phase on one rank, how many sequences the KV cache holds, and
-    how many bytes are left for activations.
+    """Return the lines of a forecast: the bytes of policy, gradients, optimizer, engine weights and KV cache on one
+    rank in each phase, how many sequences the KV cache holds, and how many bytes are left for activations.
 
     Raises:
-        MemoryPlanError: the run does not fit; names the largest owner and the setting to change.
-        ConfigError, ComponentError: a setting is wrong; the run itself would raise the same at its start.
+        MemoryPlanError: the run does not fit; the message names the largest use of memory and the setting to change.
+        ConfigError, ComponentError: a setting is wrong; the run itself would raise this error at its start.
     """
     from ..trl.recipe import model_arguments  # here, since it imports trl
 
@@ -172,9 +173,9 @@ def forecast(given: RecipeSettings, gpus: GPUs) -> list[str]:
 def engine_size(
     given: RecipeSettings, selection: Selection, policy: PreTrainedModel, held: int, gpus: GPUs, own: bool
 ) -> EngineSize:
-    """Return the memory that the chosen engine will take on one rank.
+    """Return the memory that the run's engine will take on one rank.
 
-    Without a configured size, the KV cache gets the memory that is left during ROLLOUT, but no more than the keys and
+    Without a configured size, the KV cache gets the memory that is left during rollouts, but no more than the keys and
     values of all layers of all its sequences take. Models with sliding windows, latent attention or states of a fixed
     size need less than this estimate.
 
@@ -254,7 +255,8 @@ class FourBits(NamedTuple):
     """The settings of a 4-bit base model of bitsandbytes.
 
     Attributes:
-        nested: whether the scales, one for each 64 elements, are themselves quantised to one byte.
+        nested: whether the scales of the weights, one for each 64 elements, are themselves quantised to one byte
+            (double quantisation).
         skipped: names of layers that are not quantised; with None, transformers decides.
     """
 
@@ -300,7 +302,7 @@ def sizes_in_4_bits(policy: PreTrainedModel, quantised: Set[int], nested: bool) 
     Args:
         policy: the policy on the meta device.
         quantised: `id`s of the parameters in 4 bits, from `quantised_weights`.
-        nested: `FourBits.nested`, whether their scales are quantised, too.
+        nested: whether the scales of 4-bit parameters are themselves quantised to one byte.
     """
     found = []
     for p in policy.parameters():

@@ -1,5 +1,5 @@
-"""The command line `trlx-hybrid`: lists what is loaded, checks what can run here, collects what a bug report needs,
-creates plugins, and runs the commands of plugins."""
+"""The command line `trlx-hybrid`: lists the loaded plugins, checks what can run on this machine, prints what a bug
+report needs, creates plugins, and runs the commands of plugins."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _unknown_command(name: str, commands: Iterable[str]) -> str:
-    """Return an error message for an unknown command, with the command that may be meant and the plugin to install for
-    it."""
+    """Return an error message for an unknown command, with the most similar command, and the plugin to install if that
+    command comes with one."""
     meant = name if name in ADDED_BY else nearest(name, {*commands, *ADDED_BY})
     hint = f" Did you mean {meant!r}?" if meant not in ("", name) else ""
     if meant in ADDED_BY and meant not in commands:

@@ -34,8 +34,8 @@ class Kind:
     Attributes:
         summary: what the written plugin does.
         use: how a user chooses the plugin, for its README; `$name` stands for its name.
-        modules: modules of the package, beside `plugin`.
-        brings: an extra of trlx-hybrid that the plugin needs.
+        modules: names of the modules of the written package, beside `plugin`.
+        brings: name of the optional dependency (extra) of trlx-hybrid that the plugin needs; "" for none.
         samples: whether the plugin's tests sample with vLLM.
     """
 
@@ -124,7 +124,7 @@ def write(name: str, kind: str, folder: Path | None = None) -> Path:
 
     Args:
         name: name of the plugin.
-        kind: one of KINDS.
+        kind: the kind of plugin, a key of KINDS such as "engine".
         folder: the target folder, which must be empty or not exist; by default `trlx-NAME` in the working directory.
 
     Raises:

@@ -24,7 +24,8 @@ TRAINERS = ("grpo", "rloo")
 
 
 def add_command(commands: Any) -> None:
-    """Add the command `train` to the command line. It stores the function `run` as the option `run`.
+    """Add the command `train` to the command line. Parsing it sets the option `run` to the function `run` of this
+    module.
 
     Args:
         commands: what `argparse`'s `add_subparsers` returned.
@@ -66,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def read(recipe: Path, flags: Sequence[str]) -> RecipeSettings:
-    """Return the settings of a recipe, overridden by the flags after it on the command line.
+    """Return the settings of a recipe, in which flags take precedence over the file.
 
     Raises:
         ConfigError: there is no such file, it is no YAML mapping, or nothing reads a setting.
@@ -186,7 +187,7 @@ def function(name: str, folder: Path, setting: str, known: Mapping[str, Callable
         known: functions that may be named without a module, by name.
 
     Raises:
-        ConfigError: there is no such file, module or function; the message names the nearest.
+        ConfigError: there is no such file, module or function; the message names the one with the most similar name.
     """
     if known and name in known:
         return known[name]

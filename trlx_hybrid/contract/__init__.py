@@ -1,1 +1,2 @@
-"""The contract with plugins: the protocols of components, and the data that they exchange with a run."""
+"""The contract between a run and its plugins: the protocols that a component (an engine, a weight sync, a rollout) must
+fit, and the data that it exchanges with the run."""

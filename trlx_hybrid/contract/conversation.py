@@ -45,9 +45,10 @@ class Dialogue:
         prompt_ids: token ids of the rendered prompt.
         parse: takes the sampled ids of one turn, and all ids before them; returns the assistant's message, whose
             "tool_calls" are to be run. Called from the trainer's thread only, as is `observe`. Where it raises, the
-            turn is plain text.
+            turn counts as plain text without tool calls.
         decode: takes the sampled ids of one turn; returns its text.
-        observe: takes the tool messages of one turn; returns the ids between the end of that turn and the next one.
+        observe: takes the tool messages of one turn; returns the token ids that follow the turn: the rendered messages,
+            up to where the model's next turn begins.
         sync_tools, async_tools: the tools that may be called, by name: functions, and coroutine functions.
         run_tools: the synchronous tools of all rows of the run by name, including those of other rows' environments.
         images: images of the prompt, or None.
@@ -139,8 +140,13 @@ class Conversation:
             self.logprobs += [0.0] * len(token_ids)
 
     def _go_on(self, support: Support | None, tokens: int) -> None:
-        """Append the support of the next `tokens` tokens to `self.support`; None where they were not sampled, or their
-        support is not known."""
+        """Append to `self.support` (for each token, the ids that it could be sampled from) the support of the next
+        tokens.
+
+        Args:
+            support: the support of these tokens; None where they were not sampled, or their support is not known.
+            tokens: the number of these tokens.
+        """
         known = self.support if support is None else support
         if known is None:
             return
@@ -171,8 +177,13 @@ def images_of(messages: Iterable[Message]) -> list[Any]:
 
 
 def opening(prompt: list[Message], observation: str | list[Message] | None) -> list[Message]:
-    """Return the first messages of an episode: the dataset's prompt, extended by what the environment's `reset`
-    returned. A text is added to the last message."""
+    """Return the first messages of an episode: the dataset's prompt and what the environment's `reset` returned.
+
+    Args:
+        prompt: the messages of the dataset's row.
+        observation: what `reset` returned: messages, which follow the prompt's; a text, which is added to the last
+            message of the prompt; or None, which adds nothing.
+    """
     if observation is None:
         return prompt
     if isinstance(observation, list):

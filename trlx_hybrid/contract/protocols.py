@@ -43,11 +43,11 @@ class Run(Protocol):
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks that the model is trained on."""
+        """The processes that train the model, with the collective operations among them."""
 
     @property
     def engine(self) -> Engine | None:
-        """The engine. None before it is built, and for the whole run where TRL itself generates."""
+        """The inference engine. None before it is built, and for the whole run where TRL itself generates."""
 
     @property
     def live_engine(self) -> Engine:
@@ -55,11 +55,13 @@ class Run(Protocol):
 
     @property
     def weights(self) -> WeightSync | None:
-        """The weight sync. None before the engine is built, and for the whole run where TRL itself generates."""
+        """The weight sync, which brings the policy's weights into the engine. None before the engine is built, and for
+        the whole run where TRL itself generates."""
 
     @property
     def rollout(self) -> Rollout | None:
-        """The rollout. None before the engine is built, and for the whole run where TRL itself generates."""
+        """The rollout component, which turns prompts into completions. None before the engine is built, and for the
+        whole run where TRL itself generates."""
 
     @property
     def sampling(self) -> Sampling:
@@ -92,14 +94,15 @@ class Run(Protocol):
 
     @property
     def on_completion(self) -> Callable[[int, Request, Completion], None] | None:
-        """A function that a rollout with `tells` calls as soon as each completion is finished, as `on_completion(index
-        of the prompt among this rank's prompts, request, completion)`. None where nobody needs to know early."""
+        """A function that a rollout with `Rollout.tells` set calls as soon as a completion is finished, as
+        `on_completion(index of the prompt among this rank's prompts, request, completion)`. None where nothing in the
+        run uses completions before the rollout ends."""
 
     @property
     def on_conversation(self) -> Callable[[int, Conversation], None] | None:
-        """A function that a rollout with `tells` calls as soon as each conversation has ended, as
-        `on_conversation(index of the prompt among this rank's prompts, conversation)`. None where nobody needs to know
-        early."""
+        """A function that a rollout with `Rollout.tells` set calls as soon as a conversation has ended, as
+        `on_conversation(index of the prompt among this rank's prompts, conversation)`. None where nothing in the run
+        uses conversations before the rollout ends."""
 
     @property
     def metrics(self) -> dict[str, float | list[float]]:
@@ -107,12 +110,13 @@ class Run(Protocol):
 
     @property
     def header_lines(self) -> list[str]:
-        """The header of the run, as rank 0 printed it; empty before that."""
+        """The lines that rank 0 printed when the run started: its components, why they were chosen, its memory; empty
+        before."""
 
     @property
     def held_bytes(self) -> Mapping[Phase, Mapping[str, int]]:
-        """The bytes on this rank's device by phase and owner, as measured when the phase last began; empty where TRL
-        itself generates."""
+        """The bytes on this rank's device by phase and by use ("policy", "gradients", "optimizer", "engine weights",
+        "KV cache", "other"), as measured when the phase last began; empty where TRL itself generates."""
 
     def free_bytes(self) -> int:
         """Return how many bytes of the policy's device are free now."""
@@ -132,7 +136,8 @@ class Stream(Protocol):
     """
 
     shared: bool
-    """True where other ranks must call `step` together with this one, so that no rank may stay away for long."""
+    """True where other ranks must call `step` together with this one, because they hold one replica of the engine: no
+    rank may then stay away for long."""
 
     def add(self, request: Request) -> int:
         """Queue a request, and return the key under which its completion comes back."""
@@ -161,11 +166,12 @@ class Stream(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
-    """A box of a checkpoint tensor (one index range per dimension), and the engine's memory that holds it.
+    """A part of a checkpoint tensor, given by one index range per dimension, and the engine's memory that holds this
+    part.
 
     Attributes:
-        box: half-open index ranges in the checkpoint tensor, one per dimension.
-        memory: shaped like the box, in the engine's dtype; a view, with any strides.
+        box: the index ranges (start, end), end exclusive, one per dimension of the checkpoint tensor.
+        memory: a view of the engine's weights, shaped like the part, in the engine's dtype, with any strides.
     """
 
     box: tuple[tuple[int, int], ...]
@@ -177,7 +183,8 @@ class Regions:
     """The places where an engine keeps a model's weights on this rank. Writing all of them is a complete sync.
 
     Attributes:
-        of: regions by the name of the checkpoint tensor; where the engine keeps a tensor twice, so are its regions.
+        of: the regions that together hold a checkpoint tensor, by the tensor's name. A tensor that the engine keeps
+            twice has regions for both copies.
         padding: memory that belongs to no tensor and must be zero, such as the rows that pad a vocabulary.
     """
 
@@ -200,17 +207,17 @@ class Engine(Protocol):
 
     untested: str | None = None
     """A warning to log where this release of the inference library was never tested, else None. With a warning, every
-    sync is verified in full."""
+    weight sync is verified in full."""
 
     weights_lost: bool
     """True where sleeping discarded the weights: a sync must follow the next `wake("weights")`."""
 
     peers_lost: bool
-    """True once a component, such as a weight sync, has raised `PeerLostError`. That component sets it; `close` must
-    then wait for no other rank."""
+    """True once a component, such as a weight sync, has raised `PeerLostError`: another rank has died or does something
+    else. The component that raises it sets this flag; `close` must then wait for no other rank."""
 
     sleeps: bool
-    """True where the engine gives memory back during TRAIN."""
+    """True where the engine frees device memory during the phase TRAIN."""
 
     asleep_bytes: int
     """Bytes of device memory that waking the engine will take; 0 while its weights and KV cache are both awake."""
@@ -234,8 +241,8 @@ class Engine(Protocol):
         """
 
     def differing(self, weights: NamedTensors) -> list[str]:
-        """Return the names of those of the given tensors whose bits, cast to the engine's dtype, differ from the
-        engine's own weights."""
+        """Compare tensors with the engine's own weights, and return the names of those whose bits, after a cast to the
+        engine's dtype, differ."""
 
     def regions(self, policy: Policy) -> Regions:
         """Return the memory that holds the policy's weights, for weight syncs that write into it themselves and then
@@ -261,12 +268,12 @@ class Engine(Protocol):
         """
 
     def wake(self, what: str) -> None:
-        """Take memory again after `sleep`: that of the "weights" before a sync, that of the "kv_cache" before
-        generating."""
+        """Take device memory again after `sleep`: with `what` "weights" that of the weights, before a weight sync; with
+        "kv_cache" that of the KV cache, before generating."""
 
     def resident(self, what: str) -> list[Tensor]:
-        """Return the tensors of the "weights" or the "kv_cache" that occupy device memory now, for the count of each
-        owner's memory."""
+        """Return the tensors of the "weights" or of the "kv_cache", as `what` says, that occupy device memory now. The
+        run measures with them how much memory the engine holds."""
 
     def close(self) -> None:
         """Free everything that the engine made. Process groups and settings that others made stay untouched."""
@@ -295,19 +302,21 @@ class WeightSync(Protocol):
         return
 
     def note(self) -> str | None:
-        """Return what the run's header says of this weight sync, or None. Called on every rank, after `open`."""
+        """Return a text on this weight sync that is printed with the run's settings when it starts, or None. Called on
+        every rank, after `open`."""
         return None
 
     def sync(self) -> LoadReport:
         """Write the policy's current weights into the engine, and return what was loaded. Called on every rank."""
 
     def put_back(self) -> bool:
-        """Undo, at the end of each rollout, what the sync did to the policy for it (memory that the engine borrowed,
-        for instance). Returns whether the engine lost weights by that, so that the next rollout must sync."""
+        """Undo, at the end of each rollout, what the sync did to the policy for this rollout, such as lending its
+        memory to the engine. Returns whether the engine lost weights by that, so that the next rollout must sync."""
         return False
 
     def forget(self) -> None:
-        """Make the next sync move all weights, even those that it knows as unchanged: weights were changed by hand."""
+        """Make the next sync move all weights, even those that this weight sync takes for unchanged: code outside of
+        the optimizer has changed some."""
         return
 
     def check(self, full: bool) -> int | None:
@@ -337,12 +346,12 @@ class Rollout(Protocol):
     name: str
 
     converses: bool = False
-    """True where the rollout runs conversations with tools itself (`converse`); otherwise TRL runs them, turn by turn,
-    through `run`."""
+    """True where this component runs whole conversations with tools itself, in `converse`; otherwise TRL runs them, and
+    calls `run` for each turn."""
 
     tells: bool = False
     """True where the rollout calls the run's `on_completion` in `run`, and `on_conversation` in `converse`, as soon as
-    a completion or conversation is finished. Needed for rewards that are computed during the rollout."""
+    a completion or conversation is finished. Rewards that are computed during the rollout need it."""
 
     def run(self, session: Run, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Sample one completion per request and return them in the order of the requests, on which TRL relies."""
@@ -390,9 +399,9 @@ class Rows:
         input_ids: (B, P + C) int64; prompts end at column P, completions begin there.
         attention_mask: (B, P + C) int64, 0 at padding and in completions that are masked whole.
         completion_length: C, the padded length of the completions.
-        at_once: how many rows one forward pass may have.
+        at_once: the largest number of rows in one forward pass.
         router_loss: whether `Scores.router_loss` is asked for, a mean over all tokens of a forward pass.
-        padded: a function that scores the rows as TRL does, with padding.
+        padded: a function that scores all these rows as TRL does, with padding, and returns their scores.
         forward: a function that runs one forward pass through the model and its wrappers. It takes `labels`, (b, t)
             int64, the token that follows each position or -100 where nothing is to be scored, and the model's own
             arguments. It returns scores of shape (b, t), 0 where nothing was scored. Where `experts` below is set, it
@@ -400,8 +409,8 @@ class Rows:
             is set, `support` of its positions.
         experts: (B, P + C, layers, experts per token) int16, the experts that compute each token, -1 where the model
             chooses; None where it chooses all.
-        support: of shape (B, P + C), the ids from which the token after each position was sampled; its log-prob and
-            the entropy are computed over these ids. None where they are computed over the whole vocabulary.
+        support: of shape (B, P + C), the ids from which the token after each position was sampled; its log-prob and the
+            entropy are computed over these ids. None where they are computed over the whole vocabulary.
     """
 
     model: PreTrainedModel
@@ -423,8 +432,8 @@ class Scoring(Protocol):
     name: str
 
     deferred: bool = False
-    """True where the forward pass of the first loss also supplies TRL's old log-probs, as long as no optimizer step
-    came between; otherwise a forward pass of their own computes them."""
+    """True where the forward pass of a batch's first loss also supplies TRL's old log-probs, as long as no optimizer
+    step came between the rollout and this loss; otherwise a forward pass of its own computes them."""
 
     balanced: bool = False
     """True where the trainer is to call `micro_batches`, to choose which rows are trained together."""
@@ -459,8 +468,8 @@ class Scoring(Protocol):
         raise ComponentError(f"scoring {self.name!r} joins no micro-batches")
 
     def note(self) -> str | None:
-        """Return what the run's header says of this scoring, or None. Called on every rank, when the model is
-        prepared."""
+        """Return a text on this scoring that is printed with the run's settings when it starts, or None. Called on
+        every rank, when the model is prepared."""
         return None
 
     def close(self) -> None:
@@ -519,8 +528,9 @@ class Algorithm(Protocol):
         return None
 
     def keep(self, groups: Groups) -> Sequence[bool]:
-        """Return for each group of a round whether it may be trained on. Where too few are kept after the last round,
-        the batch is filled up with groups that do not count in the loss."""
+        """Return for each group (the completions of one prompt) of one round of sampling whether it may be trained on.
+        Where too few are kept after the last round, the batch is filled up with groups that do not count in the
+        loss."""
         return [True] * len(groups)
 
     def observe(self, groups: Groups) -> None:
@@ -549,7 +559,7 @@ class Algorithm(Protocol):
         return None
 
     def note(self) -> str | None:
-        """Return what the run's header says of this algorithm, or None."""
+        """Return a text on this algorithm that is printed with the run's settings when it starts, or None."""
         return None
 
     def state(self) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""The interface of engines that run in other processes. Two plugins bring the two sides of it.
+"""The interface of engines that run in other processes. Two plugins implement its two sides.
 
 The plugin for an inference library (vLLM) offers a *server*: one replica of its engine, in whatever process holds it
 (`registry.offer("server", ...)`). The plugin for a cluster (Ray) offers an *engine* that starts such processes,
@@ -38,7 +38,7 @@ class EngineServer(Protocol):
     async def generate(self, request: Request, sampling: Sampling) -> Completion:
         """Sample one completion; many calls may run at once. Cancelling a call frees what its request holds.
 
-        A server that was offered with `keeps=True` lists the ids from which each token was sampled
+        A server that its plugin registered with `keeps=True` lists the ids from which each token was sampled
         (`Completion.support`) if `Run.over_support` is true and the sampling excludes some ids.
 
         Raises:

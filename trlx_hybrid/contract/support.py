@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 WORD = 32
-"""The number of bits in one 32-bit word of a bit mask of ids."""
+"""The number of ids that one 32-bit word of a bit mask covers."""
 
 UNSAMPLED = -1
-"""The value of both bounds of a token that no engine sampled, such as a tool's answer or padding; see `Support`."""
+"""The value of both numbers in `Support.bounds` for a token that no engine sampled, such as a tool's answer or
+padding."""
 
 Array = np.ndarray[Any, Any]
 
@@ -46,8 +47,13 @@ class Support:
 
     @classmethod
     def of(cls, tokens: Sequence[Array | None], vocabulary: int) -> Support:
-        """Make a support from the words of each token, which `words_of` returns; None for a token that was not
-        sampled."""
+        """Make a `Support` for the tokens of one completion.
+
+        Args:
+            tokens: for each token, the ids that it could be sampled from, encoded by `words_of`; None for a token that
+                was not sampled.
+            vocabulary: number of ids.
+        """
         known = [words for words in tokens if words is not None]
         sampled = np.array([words is not None for words in tokens], dtype=bool)
         ends = np.cumsum([0 if words is None else len(words) for words in tokens], dtype=np.int64)
@@ -57,19 +63,19 @@ class Support:
 
     @classmethod
     def unsampled(cls, tokens: int, vocabulary: int) -> Support:
-        """Return the support of `tokens` tokens that no engine sampled."""
+        """Make the `Support` of a number of tokens that no engine sampled, such as a tool's answer."""
         return cls(NO_WORDS, np.full((tokens, 2), UNSAMPLED, np.int64), vocabulary)
 
     def __len__(self) -> int:
         return len(self.bounds)
 
     def __add__(self, other: Support) -> Support:
-        """Return the support of the tokens of this completion followed by the other's tokens."""
+        """Return one `Support` for the tokens of this one, followed by those of the other."""
         moved = np.where(other.bounds == UNSAMPLED, UNSAMPLED, other.bounds + len(self.words))
         return Support(np.concatenate([self.words, other.words]), np.concatenate([self.bounds, moved]), self.vocabulary)
 
     def __getitem__(self, tokens: slice) -> Support:
-        """Return the support of a slice of the tokens."""
+        """Return the `Support` of a slice of the tokens."""
         bounds = self.bounds[tokens]
         sampled = bounds[bounds[:, 0] != UNSAMPLED]
         first, last = (int(sampled[0, 0]), int(sampled[-1, 1])) if len(sampled) else (0, 0)
@@ -83,7 +89,7 @@ class Support:
 
     @property
     def nbytes(self) -> int:
-        """The memory that the support takes, in bytes."""
+        """The bytes that the arrays of this object take."""
         return self.words.nbytes + self.bounds.nbytes
 
     def ids(self, token: int) -> Array | None:
@@ -98,16 +104,17 @@ NO_BOUNDS = np.zeros((0, 2), np.int64)
 
 
 def mask_words(vocabulary: int) -> int:
-    """Return how many 32-bit words a bit mask with one bit per id of a vocabulary has."""
+    """Return the number of 32-bit words in a bit mask that has one bit for each id of a vocabulary."""
     return -(-vocabulary // WORD)
 
 
 def words_of(kept: Array) -> Array:
-    """Encode the ids from which one token was sampled as int32 words, in the shortest form that `Support` describes.
+    """Encode the ids that one token could be sampled from as int32 words, in the shortest of the forms that `Support`
+    lists: no words (all ids), the ids, the ids that were left out, or a bit mask.
 
     Args:
-        kept: (vocabulary,) bool, whether each id could be sampled. Where no id was kept, the logits were NaN, and all
-            ids count as kept: the token's log-prob is NaN, too, which shows the fault.
+        kept: (vocabulary,) bool, whether each id could be sampled. Where all are False, the logits were NaN, and all
+            ids count as possible: the token's log-prob is NaN, too, which shows the fault.
     """
     number, vocabulary = int(np.count_nonzero(kept)), len(kept)
     left_out, longest = vocabulary - number, mask_words(vocabulary)
@@ -122,7 +129,7 @@ def words_of(kept: Array) -> Array:
 
 
 def words_of_ids(ids: Array, vocabulary: int) -> Array:
-    """Encode the ids from which one token was sampled as int32 words, as `words_of` does.
+    """Encode the ids that one token could be sampled from as int32 words, like `words_of`, which takes them as a mask.
 
     Args:
         ids: the ids, ascending.
@@ -136,7 +143,7 @@ def words_of_ids(ids: Array, vocabulary: int) -> Array:
 
 
 def ids_of(words: Array, vocabulary: int) -> Array:
-    """Decode the words of one token, see `words_of`: return the ids, ascending, int64."""
+    """Decode what `words_of` returned for one token: return the ids that it could be sampled from, ascending, int64."""
     if len(words) == 0:
         return np.arange(vocabulary)
     if len(words) == mask_words(vocabulary):
@@ -150,18 +157,18 @@ WORDS = "support_words"
 """The key in a batch of a (B, L) int32 tensor: `Support.words` of each completion, padded to the longest length L."""
 
 BOUNDS = "support_bounds"
-"""The key in a batch of a (B, C, 2) int32 tensor: where the words of each token begin and end in the completion's row
-of words; UNSAMPLED for a token that was not sampled."""
+"""The key in a batch of a (B, C, 2) int32 tensor: where the words of each completion token begin and end in its row of
+the tensor under WORDS; UNSAMPLED for a token that was not sampled."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptTokens:
-    """The ids from which the next token of each position of some rows was sampled; all ids where it was not sampled.
-    It is the tensor form of `Support`, used to compute log-probs over only these ids.
+    """The ids that the next token of each position of some rows could be sampled from; all ids where it was not
+    sampled. It is the tensor form of `Support`, used to compute log-probs over only these ids.
 
     Attributes:
         words: (n,) int32, the ids in the encoding of `Support.words`.
-        bounds: (…, 2) int64, for each position where the words of its next token begin and end.
+        bounds: (…, 2) int64, for each position, where the words of its next token begin and end.
         vocabulary: number of ids.
     """
 
@@ -171,8 +178,8 @@ class KeptTokens:
 
     @classmethod
     def of(cls, batch: Mapping[str, Any], prompt_length: int, vocabulary: int) -> KeptTokens:
-        """Make the kept tokens of a batch's rows, of shape (B, P + C). A completion's first token is the next token of
-        position P - 1, counted from 0.
+        """Make the `KeptTokens` of a batch's rows, with one position for each of the P + C tokens of a row. A
+        completion's first token is the next token of position P - 1, counted from 0.
 
         Args:
             batch: a batch with the keys WORDS and BOUNDS.
@@ -188,36 +195,37 @@ class KeptTokens:
         )
 
     def __getitem__(self, rows: slice | Tensor) -> KeptTokens:
-        """Return the kept tokens of some rows; of some positions where the shape has one dimension, the positions."""
+        """Return a `KeptTokens` for some of the rows, or, where `bounds` has no dimension for rows, for some of the
+        positions."""
         return replace(self, bounds=self.bounds[rows])
 
     def but_last(self) -> KeptTokens:
-        """Return the kept tokens of all positions but the last of each row."""
+        """Return a `KeptTokens` for all positions but the last of each row."""
         return replace(self, bounds=self.bounds[:, :-1])
 
     def at(self, places: Tensor) -> KeptTokens:
-        """Return the kept tokens of some positions as one row, of shape (1, N).
+        """Return a `KeptTokens` for some of the positions, as one row of N positions.
 
         Args:
-            places: (N,) int64, numbers of positions, counted through all rows.
+            places: (N,) int64, numbers of the positions, counted through all rows.
         """
         return replace(self, bounds=self.bounds.flatten(0, -2)[places.to(self.bounds.device)][None])
 
     def on(self, device: torch.device) -> KeptTokens:
-        """Return the kept tokens with their tensors on a device. Leading and trailing words that no position uses are
-        not copied."""
+        """Return a `KeptTokens` with its tensors on a device. Leading and trailing words that no position uses are not
+        copied."""
         known = self.bounds[self.bounds[..., 0] != UNSAMPLED]
         first, last = (int(known[:, 0].min()), int(known[:, 1].max())) if len(known) else (0, 0)
         bounds = torch.where(self.bounds == UNSAMPLED, UNSAMPLED, self.bounds - first)
         return replace(self, words=self.words[first:last].to(device), bounds=bounds.to(device))
 
     def repeated(self, times: int) -> KeptTokens:
-        """Return the kept tokens of rows that are each repeated `times` times, one after the other."""
+        """Return a `KeptTokens` in which each row comes `times` times, one after the other."""
         return replace(self, bounds=self.bounds.repeat_interleave(times, dim=0))
 
     def masks(self) -> Tensor:
-        """Return a bit mask of the kept ids for each position, (positions, ceil(vocabulary / 32)) int32; the first id
-        is the least significant bit.
+        """Return for each position a bit mask of the ids that its next token could be sampled from: (positions,
+        ceil(vocabulary / 32)) int32. Id 0 is the least significant bit of the first word.
 
         Bits are added instead of combined by OR, which is the same, since no two ids of a position have the same bit.
         """
@@ -237,11 +245,11 @@ class KeptTokens:
 
 
 def tensors_of(supports: Sequence[Support], completion_length: int) -> dict[str, Tensor]:
-    """Return the tensors that a batch holds under WORDS and BOUNDS. They stay in host memory: each forward pass copies
-    the part of its own rows to the device.
+    """Return the tensors that a batch holds under the keys WORDS and BOUNDS. They stay in host memory: each forward
+    pass copies the part of its own rows to the device.
 
     Args:
-        supports: the support of each completion, in the batch's order.
+        supports: for each completion of the batch, in order, the ids that its tokens could be sampled from.
         completion_length: C, at least the length of the longest completion.
     """
     words = np.zeros((len(supports), max(1, *(len(support.words) for support in supports))), np.int32)

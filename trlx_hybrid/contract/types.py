@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class Phase(enum.Enum):
-    """The phase of a run, which says who owns the device memory: the engine in ROLLOUT, the trainer in TRAIN. It
-    changes owner only between phases."""
+    """The phase of a run, which says who owns the device memory: the engine in ROLLOUT, the trainer in TRAIN. The
+    memory changes owner only between phases."""
 
     ROLLOUT = "rollout"
     TRAIN = "train"
@@ -62,7 +62,7 @@ SHAPELESS = {"seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "logp
     "spaces_between_special_tokens",
     "include_stop_str_in_output",
 }
-"""Engine-specific sampling arguments that do not change the probabilities of tokens."""
+"""Names of engine-specific sampling arguments that do not change the probabilities of tokens."""
 
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 """Sampling settings that change the logits of tokens that occurred before, each with its neutral value."""
@@ -106,12 +106,13 @@ class Sampling:
     regex: str | None = None
 
     def reshaped_by(self, temperature: float, over_support: bool = False) -> str | None:
-        """Return the setting, as "name=value", that gives sampled tokens other probabilities than a softmax of the
-        logits at `temperature`, or None where no setting does.
+        """Return the setting, as "name=value", that makes the engine sample tokens with other probabilities than the
+        trainer computes, namely a softmax of the logits at `temperature`; None where there is no such setting.
 
         Args:
             temperature: the temperature of the trainer's softmax.
-            over_support: whether that softmax is only over the ids that top-k, top-p and the like kept, or over all.
+            over_support: whether the trainer's softmax is only over the ids that top-k, top-p and the like left, or
+                over all.
         """
         if self.temperature_of_all != (temperature or None):
             return f"temperature={self.temperature_of_all!r}"
@@ -119,13 +120,14 @@ class Sampling:
 
     @property
     def temperature_of_all(self) -> float:
-        """The temperature, whether it is set by its field or in `extra`."""
+        """The temperature that applies to all requests: that in `extra`, if set there, else the field `temperature`."""
         return float(self.extra.get("temperature", self.temperature))
 
     def truncated_by(self) -> str | None:
-        """Return the setting, as "name=value", that keeps some tokens from being sampled, or None.
+        """Return the setting, as "name=value", that keeps some tokens from being sampled, such as `top_k=20`; None
+        where all tokens can be sampled.
 
-        A setting that is unknown here counts as one, since it may exclude tokens.
+        An unknown setting in `extra` is returned as well, since it may exclude tokens.
         """
         values = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p", "regex")} | dict(self.extra)
         for name, value in values.items():
@@ -142,8 +144,8 @@ class Sampling:
         """Return the setting, as "name=value", that changes the ratios of the probabilities of tokens that can be
         sampled, or None.
 
-        A truncation, a grammar or a bias of -100 leaves tokens out, and the others keep their ratios. A penalty or
-        another bias gives a distribution that the trainer's model does not compute.
+        Truncation, a grammar or a bias of -100 only leaves tokens out, and the others keep their ratios, so these are
+        not returned. A penalty or another bias gives a distribution that the trainer's model does not compute.
         """
         values = {"repetition_penalty": self.repetition_penalty} | dict(self.extra)
         for name, neutral in PENALTIES.items():
@@ -161,7 +163,8 @@ class Request:
 
     Attributes:
         prompt_ids: token ids of everything before the completion, earlier turns included.
-        seed: the only source of randomness of this request, see `trlx_hybrid.rollout.seeding.request_seed`.
+        seed: the seed from which all randomness of this request comes; `trlx_hybrid.rollout.seeding.request_seed` makes
+            it.
         row: index of the request in the batch of all ranks, the same on any number of processes.
         turn: number of the turn in its trajectory, from 0.
         images: PIL images of the prompt, if any.
@@ -185,12 +188,12 @@ class Completion:
         logprobs: log-probs per token, as many as asked for, most probable first, None where the engine had no number;
             None as a whole when none were asked for. Natural logarithm, after temperature and truncation.
         logprob_token_ids: the ids that `logprobs` belongs to, same shape.
-        finish_reason: "stop", "length" or "abort".
+        finish_reason: why sampling ended: "stop" (end token or stop string), "length" or "abort".
         experts: (tokens, layers, experts per token) int16, the experts that each token of prompt and completion was
             routed to, except for the last token, which was not computed; -1 where they are not known, and in layers
             without experts. None where `HybridConfig.router_replay` does not ask for them.
-        support: for each token, the ids from which it was sampled, where the run computes log-probs over only these
-            (`Run.over_support`); None if they are not known.
+        support: for each token, the ids that it could be sampled from (what top-k, top-p and the like left), where the
+            run computes log-probs over only these (`Run.over_support`); None if they are not known.
         row: `Request.row` of its request, to detect a rollout that returns completions in a wrong order; None where the
             engine does not set it.
     """
@@ -254,8 +257,8 @@ class SyncReport:
         bytes: bytes handed to the engine on this rank.
         seconds: wall time of the transfer, checks excluded.
         verified: number of checkpoint tensors compared with the engine's memory afterwards.
-        logprob_gap: largest absolute difference between engine and policy on the probe sequence, in nats;
-            None when the probe was not run.
+        logprob_gap: largest absolute difference between the engine's and the policy's log-probs of a short test
+            completion, in nats; None where it was not sampled.
     """
 
     weights: str
@@ -269,11 +272,11 @@ class SyncReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """The report of what a weight sync has written into the engine.
+    """The report of what was written into the engine by one weight sync.
 
     Attributes:
-        tensors, bytes: number of tensors and of bytes that were loaded.
-        unwritten: engine parameters that no tensor was written to.
+        tensors, bytes: number of tensors and of bytes that were written.
+        unwritten: names of the engine's parameters that no tensor was written to.
     """
 
     tensors: int
@@ -283,7 +286,7 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A finding: one line of `trlx-hybrid doctor`.
+    """The result of one check of the machine: one line that `trlx-hybrid doctor` prints.
 
     Attributes:
         topic: the subject in one word.

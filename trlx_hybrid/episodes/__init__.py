@@ -1,1 +1,2 @@
-"""Parts of conversations with tools, whoever runs them: answers as text, tokenizers, turns that cannot be parsed."""
+"""The parts of conversations with tools that every rollout needs: tools' answers as text, private tokenizers, and turns
+whose tool calls cannot be parsed."""

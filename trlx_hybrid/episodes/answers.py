@@ -1,9 +1,9 @@
-"""A tool's answer as text: this module alone decides how the model is shown what a tool returns.
+"""Conversion of tools' results to text: this module alone decides how the model is shown what a tool returns.
 
-TRL puts a list into the message as it is, since it may hold content blocks, and `str` of all else. Three things can go
-wrong. `str` may raise, which ends the run. A text may hold a lone surrogate, which no tokenizer accepts. And many chat
-templates drop a list or a part of it: Qwen3's shows no list at all. Of a result that is too long, the model is shown an
-excerpt: the beginning, with a note that says how much is shown.
+TRL puts a list into the message as it is, since it may hold content blocks, and the `str` of anything else. Three
+things can go wrong. `str` may raise, which ends the run. A text may hold a lone surrogate, which no tokenizer accepts.
+And many chat templates drop a list or a part of it: Qwen3's shows no list at all. Of a result that is too long, the
+model is shown an excerpt: the beginning, with a note that says how much is shown.
 
 Source: trl 1.16, `GRPOTrainer._tool_call_loop` and `_get_tool_suffix_ids`.
 """
@@ -86,12 +86,12 @@ def as_text(content: Any) -> str:
 
 
 class Answers:
-    """Converts tools' messages to a form in which the chat template shows everything that they say.
+    """Converts tool messages to a form that the chat template renders completely.
 
-    To find out, the template is rendered with a list of the same structure in which each text is a made-up word. Where
-    a word is missing in the rendered text, lists of this structure are turned into text. The result is kept for all
-    lists of the same structure. Use one object per batch: the next batch may have another template. May be called from
-    several threads at once.
+    A template may leave out parts of a list. To find out, it is rendered with a list of the same structure in which
+    each text is a made-up word. Where a word is missing in the rendered text, lists of this structure are turned into
+    text. The finding is kept for later lists of the structure. Use one object per batch: the next batch may have
+    another template. May be called from several threads at once.
 
     Args:
         render: takes tool messages; returns the rendered text of a conversation that ends with them.
@@ -122,8 +122,8 @@ class Answers:
         return {**message, "content": content}
 
     def _mended(self, name: str, content: list[Any]) -> Any:
-        """Return a list that the template does not show completely as text and image blocks if it shows those, else as
-        one text.
+        """Convert a list that the template does not show completely: to text and image blocks if the template shows
+        those, else to one text.
 
         Args:
             name: the tool's name.
@@ -154,12 +154,15 @@ class Answers:
         return len(rest) == len(probe) or self._finds(name, ("images", _shape(content, DEPTH)), rest, set(), probe)
 
     def _finds(self, name: str, shape: Any, less: Any, words: set[str], content: Any) -> bool:
-        """Return whether the template shows a content: whether a tool message with it renders to a text that has every
-        word more often than a message with the content `less`, and differs from that one.
+        """Return whether the template shows a tool message's content. It does if the rendered text contains every word
+        more often than the text of a message with the content `less`, and the two texts differ.
 
         Args:
             name: the tool's name.
-            shape: the key under which the result is kept.
+            shape: the key under which the finding is kept.
+            less: a content without the words, to compare with.
+            words: the made-up words and numbers in `content`.
+            content: the content of the tool message.
         """
         if shape not in self._shows:
             try:

@@ -35,14 +35,14 @@ class UnparsedTurns:
         self._in_succession, self._warned = 0, False
 
     def ended(self, reasons: Sequence[str | None]) -> int:
-        """Record the end of a batch, and return how many of its rows were not parsed.
+        """Count the rows of a batch that has ended whose last turn the parser could not parse; return their number.
 
         Args:
-            reasons: the parser's exception for each row, None where the row was parsed.
+            reasons: for each row, the exception that the parser raised, as text; None where the row was parsed.
 
         Raises:
-            ConfigError: the parser raised at every row of this batch and of those right before it, in at least two
-                consecutive rows.
+            ConfigError: the parser raised at every row of this batch, and there are at least two such rows in
+                succession, counting the batches right before in which it also raised at every row.
         """
         raised = [reason for reason in reasons if reason is not None]
         self._in_succession = self._in_succession + len(raised) if len(raised) == len(reasons) else 0
@@ -69,8 +69,9 @@ class ParsingTokenizer:
     at which TRL takes the turn as plain text.
 
     Attributes:
-        tokenizer: the wrapped tokenizer, which serves everything else.
-        reasons: for each call of the parser the exception that TRL would not have handled, as text, or None.
+        tokenizer: the wrapped tokenizer, to which everything but `parse_response` is passed on.
+        reasons: one entry per call of the parser: the exception that would have ended TRL's run, as text; None where
+            there was none.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -17,10 +17,13 @@ BUSIEST = 8.0
 
 
 def granted(seconds: float) -> float:
-    """Return the seconds that the start of a process may take on this host under its current load.
+    """Return a time limit in seconds for the start of a process, adapted to this host's current load.
 
     A start takes longer on a busy host, which is no fault of the process. The limit grows with the last minute's load
     per core: it is `seconds` up to a load of 1, and at most eight times that.
+
+    Args:
+        seconds: the limit on an idle host.
     """
     load, _, _ = os.getloadavg()
     return seconds * min(max(load / (os.cpu_count() or 1), 1.0), BUSIEST)
@@ -49,8 +52,8 @@ def in_thread(work: Callable[[], T], name: str) -> Future[T]:
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """Return a socket that listens on this address and no other, as the rendezvous of a process group will; port 0
-    takes any free port.
+    """Return a socket that listens on one address of this machine only. It reserves the port on which the rendezvous of
+    a process group will listen later. Port 0 takes any free port.
 
     Raises:
         OSError: the address is not of this machine, or the port is taken.
@@ -60,8 +63,12 @@ def listen(address: str, port: int = 0) -> socket.socket:
 
 
 def unreachable(address: str, port: int, seconds: float = REACH_SECONDS) -> str | None:
-    """Try to connect to a port, and return why that fails, or None. Call it before torch connects, which would try for
-    minutes to reach a port whose packets a firewall drops."""
+    """Try to connect to a port; return why that fails, or None where it succeeds. Call it before torch connects, which
+    would try for minutes to reach a port whose packets a firewall drops.
+
+    Args:
+        seconds: the time limit.
+    """
     try:
         socket.create_connection((address, port), timeout=seconds).close()
     except OSError as error:

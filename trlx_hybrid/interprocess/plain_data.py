@@ -1,5 +1,5 @@
-"""Serialisation of values between processes as data and not as pickles: reading imports nothing and calls no foreign
-code.
+"""Serialisation of values that processes send each other, as data instead of pickles: reading them imports nothing and
+calls no foreign code.
 
 The format is JSON, with tagged objects for what JSON cannot express. Exact for None, numbers, text, bytes, lists,
 tuples, sets, dicts, dataclasses, named tuples, enums, NumPy arrays and images of PIL (sent as PNG). NumPy's numbers,
@@ -94,8 +94,8 @@ def _plain(value: Any, whole: type, path: str, classes: bool) -> Any:
 
     Args:
         whole: the class of the outermost value, for error messages.
-        path: where the value stands in it, such as `.items[0]`.
-        classes: as for `dumps`.
+        path: where this value stands in the outermost one, such as `.items[0]`; for error messages.
+        classes: whether dataclasses and enums may be sent, and named tuples keep their class.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -133,8 +133,8 @@ def _plain(value: Any, whole: type, path: str, classes: bool) -> Any:
 
 
 def _of_a_library(value: Any) -> Any:
-    """Convert a NumPy number or array, or a PIL image, to JSON data; return None for any other value. A library that is
-    not imported need not be, since no value can be of its classes."""
+    """Convert a NumPy number or array, or a PIL image, to JSON data; return None for any other value. Imports neither
+    library: where one is not imported yet, no value can be of its classes."""
     numpy, images = sys.modules.get("numpy"), sys.modules.get("PIL.Image")
     if numpy is not None and isinstance(value, numpy.generic) and isinstance(value.item(), bool | int | float | str):
         return value.item()
@@ -180,7 +180,7 @@ def _image(data: str) -> Any:
 
 
 def _instance(kind: str, found: dict[str, Any]) -> Any:
-    """Build an enum member, named tuple or dataclass instance, without calling its `__init__`, as unpickling does.
+    """Build an enum member, a named tuple or a dataclass instance. Like unpickling, it does not call `__init__`.
 
     Args:
         kind: "enum", "namedtuple" or "dataclass".

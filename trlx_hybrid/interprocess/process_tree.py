@@ -1,9 +1,10 @@
 """Functions that end a process together with all its descendants, whatever their group, session or parent.
 
 On Linux, a process that loses its parent becomes a child of its nearest ancestor that asked for it
-(`PR_SET_CHILD_SUBREAPER`, see `prctl(2)`). A supervisor process asks for it, so that daemons, which leave their group
-and session and have no parent, remain its descendants. It is a separate process, since the descendants of a subreaper
-that was killed go to another one. On other systems there is no supervisor, and only the process's group is ended.
+(`PR_SET_CHILD_SUBREAPER`, see `prctl(2)`). A supervisor process asks for it here, so that daemons, which leave their
+group and session and have no parent, remain its descendants. It is a separate process, because it must outlive the one
+that it supervises: when a subreaper is killed, its descendants go to another ancestor. On other systems there is no
+supervisor, and only the process's group is ended.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _status_of(child: int, parent: int) -> int:
-    """Wait as the supervisor until there is a reason to end, kill all descendants of this process, and return the
-    child's wait status.
+    """Wait, in the supervisor, until the child ends, a SIGTERM arrives or the parent has died; then kill all
+    descendants of this process, and return the child's wait status.
 
     Args:
         child: process id of the supervised child.

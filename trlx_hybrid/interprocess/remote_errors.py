@@ -24,11 +24,11 @@ class RemoteError(Exception):
 
 
 def describe(error: BaseException, *, classes: bool = True) -> dict[str, Any]:
-    """Return an exception as a dict that `plain_data.dumps` can send and `restore` takes: its class name, text,
-    traceback without the frame that caught it, and content where that is plain data.
+    """Describe an exception as a dict that `plain_data.dumps` can serialise and `restore` takes: its class name, its
+    text, its traceback without the frame that caught it, and, where these are plain data, its arguments and attributes.
 
     Args:
-        classes: whether the content may hold dataclasses and enums, as for `plain_data.dumps`.
+        classes: whether arguments and attributes may hold dataclasses and enums, and named tuples keep their class.
     """
     try:
         text = str(error)
@@ -51,8 +51,9 @@ def restore(description: Mapping[str, Any], where: str, *, classes: bool = True)
     cannot be rebuilt.
 
     Args:
-        where: the place where the exception was raised, for the note: "the tool's process".
-        classes: whether it may be of any class that this process has imported; else only of Python's own.
+        where: the place where the exception was raised, for the note, such as "the tool's process".
+        classes: whether the exception may be of any class that this process has imported; else only of Python's own
+            classes.
     """
     error: BaseException = RemoteError(description["text"], description["kind"])
     kind = plain_data.find_class(description["class"]) if "class" in description else None

@@ -73,7 +73,7 @@ class Arena:
             They are valid until they are given back.
 
         Raises:
-            MemoryPlanError: see `reserve`.
+            MemoryPlanError: the host has no more memory; nothing was handed out.
         """
         self.reserve(sum(aligned(size) for size in sizes))
         self.bytes_taken += sum(aligned(size) for size in sizes)

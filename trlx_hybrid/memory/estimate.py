@@ -1,5 +1,5 @@
-"""A forecast of a run's memory on one rank before its first step. An owner is one use of memory, see OWNERS. Pure
-functions from sizes and settings to bytes."""
+"""A forecast of a run's memory on one rank before its first step: pure functions from sizes and settings to the bytes
+of each owner, which is one use of memory (policy, gradients, optimizer, engine weights, KV cache, other)."""
 
 from __future__ import annotations
 
@@ -83,11 +83,11 @@ class Prediction:
     step.
 
     Attributes:
-        phases: for each phase, the bytes of every owner. The phases are "rollout", "train" and "edge". The latter is
-            the weight sync between them, with all of the trainer's state and all weights, but no KV cache where the
-            engine sleeps.
+        phases: for each phase, the bytes of every owner. The phases are "rollout", "train" and "edge". The last one is
+            the weight sync between the other two, with all of the trainer's state and all weights, but no KV cache
+            where the engine sleeps.
         away: for each phase, the owners that hold no memory in it but do in other phases.
-        notes: the assumptions made, as texts for the run's header.
+        notes: the assumptions made, as texts that are printed when the run starts.
     """
 
     phases: Mapping[str, Mapping[str, int]]
@@ -144,9 +144,9 @@ def predict(
         engine_weight_bytes: size of the engine's own weights.
         kv_cache_bytes: size of the KV cache.
         shared: whether the engine's weights are the policy's memory.
-        asleep: owners whose memory the engine gives back during TRAIN; the KV cache, if it is one of them, is given
-            back during the weight sync, too.
-        offloaded: owners of `LEAVING` that leave during ROLLOUT.
+        asleep: the owners ("engine weights", "KV cache") whose memory the engine gives back during TRAIN; a KV cache
+            that it gives back is also away during the weight sync.
+        offloaded: the owners (of optimizer, gradients and policy) that are offloaded to host memory during ROLLOUT.
     """
     trainable = [p for p in parameters if p.trainable]
     optimizer_state, notes = optimizer_bytes(optimizer, trainable)
@@ -174,7 +174,7 @@ def predict_fitting(capacity: int, leaving: Sequence[str], least: int = 0, **giv
 
     Args:
         capacity: the bytes that may be used.
-        leaving: owners that may be offloaded, in the order in which they are.
+        leaving: the owners that may be offloaded, the one to be offloaded first in front.
         least: number of owners that are offloaded in any case.
         given: arguments of `predict`.
     """
@@ -186,7 +186,7 @@ def predict_fitting(capacity: int, leaving: Sequence[str], least: int = 0, **giv
 
 
 def optimizer_bytes(optim: str, trainable: Sequence[ParameterSize]) -> tuple[int, tuple[str, ...]]:
-    """Return the bytes of an optimizer's state, and texts on the assumptions made. Step counters are left out.
+    """Return the bytes of an optimizer's state, and texts on the assumptions made. Step counters are not counted.
 
     Args:
         optim: the optimizer's name, as in `args.optim`.

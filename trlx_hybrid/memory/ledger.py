@@ -24,14 +24,14 @@ Interval = tuple[int, int]
 
 
 class Ledger:
-    """Measures the bytes that each owner, such as the policy or the KV cache, holds on the arena's device; tensors
+    """Measures the bytes that each owner, such as the policy or the KV cache, holds on the run's device; tensors
     elsewhere are not counted.
 
     Args:
-        owners: for each owner of `OWNERS`, by its name, a function that yields its current tensors. Memory that several
-            owners share counts for the first of them. An owner whose memory is unmapped, as vLLM's while it sleeps,
-            must yield nothing: its addresses would still count.
-        arena: the host arena, reported separately.
+        owners: for each owner ("policy", "KV cache" and so on) a function that yields its current tensors. Memory that
+            several owners share counts for the first of them. An owner whose memory is unmapped, as vLLM's while it
+            sleeps, must yield nothing: its addresses would still count.
+        arena: the host buffer for offloaded tensors, whose size is reported separately; its device is the run's.
         allocated: a function that returns the bytes in use on the device (`torch.cuda.memory_allocated`); with None,
             "other" is not measured.
 
@@ -143,9 +143,9 @@ def parameter_sizes(module: nn.Module) -> list[ParameterSize]:
 
 
 def table(prediction: Prediction) -> list[str]:
-    """Return a memory prediction as lines for the run's header: a table of owners and phases in GiB (MiB where the peak
-    is below one GiB), the peak, and the assumptions. An owner that is offloaded or asleep in a phase is shown as
-    "away"."""
+    """Return a memory prediction as lines that are printed when the run starts: a table of owners and phases in GiB
+    (MiB where the peak is below one GiB), the peak, and the assumptions. An owner that is offloaded or asleep in a
+    phase is shown as "away"."""
     phases = list(prediction.phases)
     phase, peak = prediction.peak
     name, unit = ("GiB", GIB) if peak >= GIB else ("MiB", MIB)

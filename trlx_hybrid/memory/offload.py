@@ -34,13 +34,14 @@ class _Away:
 
 
 class Offload:
-    """Moves the storages of one owner, such as the optimizer, between the device and the arena. Use each object from
-    one thread.
+    """Moves the storages of one owner, such as the optimizer, between the device and a host buffer, the arena. Use each
+    object from one thread.
 
     A storage is emptied in place, so tensors, views and the optimizer's dicts stay the same objects; each storage moves
     once, however many tensors share it. Storages that are on another device or cannot be emptied stay. Emptied tensors
-    must not be read or written: see `guard`. A storage that was exported (DLPack, `numpy()`, CUDA IPC) or whose address
-    was recorded (CUDA graphs) must not be among `tensors`: it returns to another address.
+    must not be read or written; `guard` makes an optimizer bring its state back first. A storage that was exported
+    (DLPack, `numpy()`, CUDA IPC) or whose address was recorded (CUDA graphs) must not be among `tensors`: it returns to
+    another address.
 
     Args:
         arena: host buffer for the bytes.

@@ -1,4 +1,5 @@
-"""The trainer's memory: offloads trainer state during rollouts, brings it back, and records memory per owner."""
+"""The trainer's memory: offloads trainer state during rollouts, brings it back, and records how much memory policy,
+gradients, optimizer and engine hold."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ class TrainerMemory:
         optimizer_name: TRL's `optim`, which predicts the optimizer's state before there is one.
         offload: `HybridConfig.offload`: "auto", "all" or "none".
         phase: returns the current phase.
-        source: the component that offers the engine.
+        source: the component that offers the engine; errors name it.
 
     Attributes:
         engine: the engine of the run; None until it is built, and again when it was closed.
@@ -104,20 +105,20 @@ class TrainerMemory:
         return found
 
     def _allocated(self) -> int:
-        """Return the bytes that torch counts as allocated, less what a sleeping vLLM engine has given back: torch still
-        counts that."""
+        """Return the bytes that torch counts as allocated, less those that a sleeping vLLM engine has given back, which
+        torch still counts."""
         asleep = self.engine.asleep_bytes if self.engine is not None else 0
         return torch.cuda.memory_allocated(self.device) - asleep
 
     # --- phase edges ------------------------------------------------------------------------------------------------
 
     def make_room(self, owners: Collection[str] = ("optimizer", "gradients")) -> int:
-        """Offload trainer state, as much as the engine needs to wake the memory that still sleeps. Optimizer and
-        gradients are offloaded before the weight sync, and their copies run during it; the policy is offloaded only
-        after it.
+        """Offload as much trainer state as is needed to wake the part of the engine's memory that is still asleep.
+        Optimizer and gradients are offloaded before the weight sync, and their copies run during it; the policy is
+        offloaded only after it.
 
         Args:
-            owners: the owners that may be offloaded now, of `LEAVING`.
+            owners: the owners that may be offloaded now, of "optimizer", "gradients" and "policy".
 
         Returns:
             The bytes that were offloaded.
@@ -152,7 +153,7 @@ class TrainerMemory:
         waits for them.
 
         Args:
-            owners: the owners to bring back, of `LEAVING`.
+            owners: the owners to bring back, of "optimizer", "gradients" and "policy".
         """
         for owner in reversed(LEAVING):
             if owner in owners:
@@ -172,7 +173,7 @@ class TrainerMemory:
             offload.return_all()
 
     def reclaim(self) -> None:
-        """Return memory that torch caches and nothing refers to to the device, since another engine may need all of
+        """Free the device memory that torch's allocator caches without using it, since another engine may need all of
         it."""
         if self.device.type == "cuda":
             gc.collect()
@@ -204,8 +205,8 @@ class TrainerMemory:
         torch.cuda.empty_cache()
 
     def unpark_policy(self) -> None:
-        """Move those base weights back to the device that got no place in the engine's memory after `park_policy`, or
-        all of them if the engine could not be built."""
+        """Move back to the device the base weights that `park_policy` moved away and that got no place in the engine's
+        memory; all of them if the engine could not be built."""
         self.settle()
         for p in self._policy.base_parameters().values():
             if p.device.type != self.device.type:
@@ -221,15 +222,15 @@ class TrainerMemory:
         Args:
             kv_cache_bytes: the KV cache's size, or the smallest that suffices.
             shared: whether the engine's weights will be the policy's memory.
-            engine_weight_bytes: bytes of the engine's own weights, see the method `engine_weight_bytes`.
-            workspace: bytes that building the engine takes besides.
+            engine_weight_bytes: bytes that the engine's own weights take on one rank.
+            workspace: further bytes that are needed while the engine is built.
             sleeps: whether the engine gives memory back during TRAIN.
 
         Returns:
             The prediction of what building the engine will need, as far as is known now.
 
         Raises:
-            MemoryPlanError: names the phase, the largest owner and the setting to change.
+            MemoryPlanError: the run does not fit; names the phase, the largest use of memory and the setting to change.
             ConfigError: HybridConfig.offload is "all", and the engine does not sleep.
         """
         if self._mode == "all" and not sleeps:
@@ -269,8 +270,8 @@ class TrainerMemory:
     def _predict(
         self, kv_cache_bytes: int, engine_weight_bytes: int, *, shared: bool, asleep: Collection[str]
     ) -> Prediction:
-        """Return the prediction with as few owners offloaded during ROLLOUT as needed to fit; with none where the
-        engine gives no memory back during TRAIN, or offloading is off.
+        """Predict the run's memory with as few of optimizer, gradients and policy offloaded during ROLLOUT as needed to
+        fit; with none where the engine gives no memory back during TRAIN, or offloading is off.
 
         Args:
             kv_cache_bytes: size of the KV cache.
@@ -306,7 +307,8 @@ class TrainerMemory:
         return self.free_bytes() + sum(n for owner, n in held.items() if owner != "other")
 
     def table(self) -> list[str]:
-        """Return the lines of the memory prediction for the run's header."""
+        """Return the memory prediction as lines of text that are printed when the run starts; no lines before the
+        engine is built."""
         return table(self.prediction) if self.prediction is not None else []
 
     def free_bytes_in_rollout(self) -> int:

@@ -63,16 +63,15 @@ class HybridEngine:
         engine_options: options of the engine, instead of a `config` that sets nothing else.
         rollout: how each engine is split, e.g. `Layout(tp=4)`; there are as many engines as fit into the processes.
         train: how the model is sharded, e.g. `Layout(fsdp=8)`. Changes nothing: the model is only checked against it.
-        rollout_config: instead of `rollout`, a mapping with `tp_size`, `pp_size` and `dp_type`; see
-            `trlx_hybrid.own_loop.layouts.RolloutConfig`.
+        rollout_config: instead of `rollout`, a mapping with the fields of `trlx_hybrid.own_loop.layouts.RolloutConfig`:
+            `tp_size`, `pp_size` and `dp_type`.
         train_config: instead of `train`, a mapping of accelerate's settings:
             `{"fsdp_config": {"dp_shard_size": 8, …}}`.
-        enable_reshard: True selects the weight path that is offered with `reshards=True`, as `HybridConfig(weights=…)`
-            does by its name; False excludes it.
-        compress_reshard: whether weights are cast before they are sent. They are sent in the engine's dtype: True makes
-            that `compression_dtype`, False the model's own.
-        compression_dtype: the engine's dtype, and the dtype in which weights are sent; smaller than the model's, or the
-            same.
+        enable_reshard: True selects the weight sync that sends slices of parameters from the ranks that hold them in
+            training to those that need them in the engine (`HybridConfig(weights="reshard")`); False excludes it.
+        compress_reshard: whether such a weight sync casts weights before it sends them. Weights are sent in the
+            engine's dtype: True sets that to `compression_dtype`, False to the model's own.
+        compression_dtype: the engine's dtype, in which weights are sent; smaller than the model's, or the same.
         sampling: the sampling parameters of this class's `generate`. Not needed where only the model's own `generate`
             is called, which has its own arguments.
         max_tokens: the longest completion, instead of `sampling` where its other defaults are right.
@@ -341,16 +340,17 @@ def with_reshard(
     dtype: torch.dtype | None,
     own: torch.dtype,
 ) -> HybridConfig:
-    """Return the config with `weights` and the engine's `dtype` set by the arguments of `HybridEngine` about
-    resharding. Weights are sent in the engine's dtype.
+    """Return the config with `weights` and the engine's `dtype` set as the arguments of `HybridEngine` about resharding
+    say. Resharding sends weights in the engine's dtype.
 
     Args:
-        resharding: names of the weight paths that reshard, the one to select first.
+        resharding: names of the weight syncs that move slices between the trainer's and the engine's layout of
+            parameters (`reshards=True`), the one to select first.
         enable, compress, dtype: `enable_reshard`, `compress_reshard` and `compression_dtype` of `HybridEngine`.
         own: the model's dtype.
 
     Raises:
-        ComponentError: `enable` is True, and no plugin offers such a weight path.
+        ComponentError: `enable` is True, and no plugin offers such a weight sync.
         ConfigError: these arguments contradict the config, or each other.
     """
     if enable and not resharding:

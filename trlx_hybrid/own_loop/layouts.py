@@ -1,5 +1,5 @@
-"""Checks of the layouts that a training loop gives to `HybridEngine`: whether its engines can be split over the ranks,
-and its model is split over them, as it says."""
+"""Checks of the layouts (numbers of replicas, shards, and tensor and pipeline parallel ranks) that a training loop
+passes to `HybridEngine`: whether engines of such a layout fit the ranks, and whether the model is sharded as stated."""
 
 from __future__ import annotations
 
@@ -52,12 +52,13 @@ class RolloutConfig:
 
     @property
     def layout(self) -> Layout:
-        """The same layout in the form that `HybridEngine(rollout=...)` takes."""
+        """The sizes as a `Layout`, which is what `HybridEngine(rollout=...)` takes."""
         return Layout(tp=self.tp_size, pp=self.pp_size)
 
 
 def with_rollout(config: HybridConfig, rollout: Layout) -> HybridConfig:
-    """Return the config with the tensor and pipeline parallelism of a layout added to the engine's options.
+    """Return the config with the tensor and pipeline parallel sizes of an engine's layout added to the engine's
+    options.
 
     Raises:
         ConfigError: an engine cannot have this layout, or the options contradict it.
@@ -75,10 +76,10 @@ def with_rollout(config: HybridConfig, rollout: Layout) -> HybridConfig:
 
 
 def check_rollout(rollout: Layout, world: int, alone: bool = False) -> None:
-    """Check that engines with a layout fit into the processes of a run without a remainder.
+    """Check that engines fit into the processes of a run without a remainder.
 
     Args:
-        rollout: the layout of one engine.
+        rollout: the layout of one engine: its tensor and pipeline parallel sizes.
         world: number of processes.
         alone: whether one engine must take all processes.
 
@@ -99,14 +100,14 @@ def check_rollout(rollout: Layout, world: int, alone: bool = False) -> None:
 
 
 def check_train(train: Layout, model: nn.Module, world: int) -> None:
-    """Check that a model is sharded as a loop's layout says.
+    """Check that a model is sharded as the `train` argument of `HybridEngine` says.
 
     Args:
-        train: the layout that the loop gave.
+        train: the layout that the user passed: numbers of replicas (dp), FSDP shards and tensor-parallel ranks.
         world: number of processes.
 
     Raises:
-        ConfigError: the model is sharded otherwise; the message names both layouts.
+        ConfigError: the model is sharded otherwise; the message says how.
     """
     if train.pp > 1:
         raise ConfigError(f"train={train}: a model under FSDP or DDP has no pipeline stages. Leave pp out.")
@@ -133,7 +134,7 @@ def shards_of(model: nn.Module) -> int:
 
 
 def check_train_config(config: Mapping[str, Any], model: nn.Module, world: int) -> None:
-    """Check that FSDP2 has sharded a model with the settings that a loop gave.
+    """Check that FSDP2 has sharded a model with the settings that the user passed to `HybridEngine`.
 
     Args:
         config: the value of `HybridEngine(train_config=...)`.

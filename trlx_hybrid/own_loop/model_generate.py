@@ -23,7 +23,7 @@ SERVED = (
     *("max_new_tokens", "max_length", "num_return_sequences", "do_sample", "temperature", "top_k", "top_p", "min_p"),
     *("repetition_penalty", "eos_token_id", "pad_token_id"),
 )
-"""Fields of a GenerationConfig that the engine follows, separately for each call."""
+"""Fields of a GenerationConfig that the engine follows; their values may differ from call to call."""
 
 INDIFFERENT = {"bos_token_id", "decoder_start_token_id", "transformers_version", "_from_model_config"} | {
     *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size"),
@@ -57,7 +57,7 @@ def generate(session: Session, inputs: Tensor | None = None, generation_config: 
     """Generate as transformers' `generate` does, with completions sampled by the engine.
 
     The arguments, `generation_config` and the model's own config set the sampling, in this order of precedence. Where
-    none of them sets `do_sample`, it is greedy, as in transformers. `HybridEngine(sampling=...)` is for
+    none of them sets `do_sample`, decoding is greedy, as in transformers. `HybridEngine(sampling=...)` is for
     `engine.generate`. Draws depend on the run's seed, not on torch's generators.
 
     Args:

@@ -1,4 +1,5 @@
-"""The components that come with the host. The `transformers` engine is TRL's own path and needs no component."""
+"""The components that come with this package: the weight sync `gather`, the rollout `single_turn` and the scoring
+`padded`. The engine `transformers` is TRL's own generation and needs no component."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class GatherSync(WeightSync):
-    """The weight sync `gather`: makes the policy's weights full tensors, layer by layer, and streams them into the
-    engine's own loader.
+    """The weight sync `gather`: makes full tensors of the policy's weights, layer by layer, and streams them into the
+    engine's own weight loader.
 
     Each sync moves the full model (all-gathered first where it is sharded) and needs the memory of one more layer.
     Adapters are merged out of place, so the trainer's weights stay bitwise what they were.
@@ -73,7 +74,7 @@ class Padded(Scoring):
     name = "padded"
 
     def score(self, rows: Rows) -> Scores:
-        """Return the log-probs and entropies that TRL's own forward passes compute."""
+        """Return the log-probs and entropies of the rows, computed by TRL's own forward passes."""
         return rows.padded()
 
 

@@ -1,9 +1,9 @@
-"""Checks of components: what one has, when it is built, and what it returns, at each call.
+"""Checks of the components that plugins offer: of their members, when a component is built, and of what an engine or a
+rollout returns, at each call.
 
 A component must fit the protocol of its kind (`Engine`, `WeightSync` and so on): it has all required members, none is
-misspelt, and its methods accept their arguments. None of the methods that a run calls later is called for that. What an
-engine or a rollout returns must be fit to train on: one completion per request, in order, with the log-probs that were
-asked for.
+misspelt, and its methods accept their arguments. This check calls none of its methods. What an engine or a rollout
+returns must be fit to train on: one completion per request, in order, with the log-probs that were asked for.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ OPTIONAL = {
 members at all."""
 
 ACTS = ("draw", "keep", "observe", "rewards", "advantages", "loss")
-"""Methods by which an algorithm has any effect; one without any of them is refused."""
+"""Methods through which an algorithm can have an effect. An algorithm that defines none of them, and does not sample
+more, is refused."""
 
 ALIKE = 0.8
 """The similarity, as difflib computes it, from which on an unknown name counts as a misspelt member, for instance with
@@ -38,8 +39,8 @@ one letter too many."""
 
 
 def missing_members(built: object, protocol: type[Any]) -> list[str]:
-    """Return the members that the protocol requires and the object lacks. A required member that is only inherited from
-    the protocol itself counts as lacking."""
+    """Return the names of the members that a protocol, such as `Engine`, requires and an object lacks. A required
+    member that is only inherited from the protocol itself counts as lacking."""
     stubs = _members(protocol)
     optional = OPTIONAL.get(protocol.__name__, set())
     required = {*protocol.__annotations__, *stubs} - optional
@@ -91,8 +92,8 @@ def _members(protocol: type[Any]) -> dict[str, Any]:
 
 
 def _misspelt(built: object, protocol: type[Any]) -> Iterator[str]:
-    """Yield a message for each member whose name is almost the name of a protocol's member that the object does not
-    define itself."""
+    """Yield a message for each member of the object that is probably a misspelt member of the protocol: their names are
+    similar, and the object does not define the protocol's member."""
     stubs = _members(protocol)
     left = {name for name in stubs if not hasattr(built, name) or not overrides(built, name, protocol)}
     for kind in type(built).__mro__:
@@ -157,7 +158,8 @@ def wrong_completions(sampled: Any, requests: Sequence[Request], sampling: Sampl
 
 
 def wrong_conversations(returned: Any, dialogues: int) -> str | None:
-    """Check a rollout's conversations, and return what is wrong with them, worded as in `wrong_completions`, or None.
+    """Check a rollout's conversations, and return what is wrong with them: the end of a message that begins with "…
+    returned"; None where all is right.
 
     Args:
         returned: what the rollout returned.
@@ -216,8 +218,9 @@ def _wrong_log_probs(completion: Completion, sampling: Sampling) -> str | None:
 
 
 def _wrong_order(sampled: Sequence[Completion], requests: Sequence[Request]) -> str | None:
-    """Return which completion is out of order, or None. This is known only where the engine sets `Completion.row`. A
-    rollout may make its own requests, with other rows, so only the same rows in another order are reported."""
+    """Return a text that names the first completion in a wrong place, or None. The order is known only where the engine
+    sets `Completion.row`. A rollout may make its own requests, with other rows, so only the same rows in another order
+    are reported."""
     given, expected = [completion.row for completion in sampled], [request.row for request in requests]
     rows = [row for row in given if row is not None]
     if len(rows) < len(given) or rows == expected or sorted(rows) != sorted(expected):

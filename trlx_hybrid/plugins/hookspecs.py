@@ -54,7 +54,7 @@ def trlx_unconfigure(session: Run) -> None:
 def trlx_leave_phase(session: Run, phase: Phase, step: int) -> None:
     """Give back the memory of `phase`, which is over.
 
-    Called at each phase edge, on every rank; every plugin's leave finishes before any plugin's enter starts.
+    Called at each phase edge, on every rank; this hook finishes in all plugins before `trlx_enter_phase` starts in any.
     `step` is the number of optimizer steps done. Returns nothing.
     """
 
@@ -63,8 +63,8 @@ def trlx_leave_phase(session: Run, phase: Phase, step: int) -> None:
 def trlx_enter_phase(session: Run, phase: Phase, step: int) -> None:
     """Claim the memory of `phase`, which begins.
 
-    Called at each phase edge, on every rank, after all leaves. When ROLLOUT begins, the engine is awake and holds the
-    current weights. Returns nothing.
+    Called at each phase edge, on every rank, after `trlx_leave_phase` has finished in all plugins. When ROLLOUT begins,
+    the engine is awake and holds the current weights. Returns nothing.
     """
 
 
@@ -108,16 +108,16 @@ def trlx_advantages(session: Run, batch: dict[str, Any]) -> Tensor | None:
     """Replace the advantages of a batch.
 
     Called after TRL computed them, on every rank. `batch` is what TRL trains on, this rank's rows: among others
-    `prompt_ids`, `completion_ids`, `completion_mask` (B, T) and `advantages` (B,), plus `rewards_per_func`, the
-    rewards of all ranks (world * B, number of reward functions), NaN where a function returned None or the row's
-    conversation broke off. Return a tensor shaped like `batch["advantages"]`, of finite numbers, or None to keep
-    TRL's. One plugin may have this hook: a trainer refuses two, and the header of the run names the one.
+    `prompt_ids`, `completion_ids`, `completion_mask` (B, T) and `advantages` (B,), plus `rewards_per_func`, the rewards
+    of all ranks (world * B, number of reward functions), NaN where a function returned None or the row's conversation
+    broke off. Return a tensor shaped like `batch["advantages"]`, of finite numbers, or None to keep TRL's. One plugin
+    may have this hook: a trainer refuses two, and the lines printed when the run starts name the plugin.
     """
 
 
 @hookspec
 def trlx_report_header(session: Run) -> str | list[str] | None:
-    """Add lines below the header of a run.
+    """Add lines to those that are printed when a run starts: its components, why they were chosen, and its memory.
 
     Called once, on every rank, when the engine is built or, with TRL's own generation, when training starts; rank 0
     prints. Return a line, a list of lines, or None to add nothing.

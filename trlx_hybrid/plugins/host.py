@@ -45,7 +45,8 @@ class PluginInfo:
 
 
 class Host:
-    """The plugins that are loaded in this process, and the registry of the components that they offer.
+    """The plugins that are loaded in this process, and the registry of the components (engines, weight syncs and so on)
+    that they offer.
 
     Args:
         disable: plugin names to leave out, besides those in the environment variable TRLX_HYBRID_DISABLE.

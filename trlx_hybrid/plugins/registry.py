@@ -39,7 +39,7 @@ BRINGS: dict[Slot, dict[str, str]] = {
     "environment": {},
     "server": {"vllm": "trlx-hybrid-vllm"},
 }
-"""Components that this project's own distributions offer, by slot and name, each with the distribution to install.
+"""The distribution to install for each component of this project, by slot ("engine", "weights" and so on) and name.
 Messages may name only these: anyone could register another name on a package index."""
 
 
@@ -51,8 +51,9 @@ class Component:
         factory: called with the session and the validated options; returns the live object. Heavy imports belong here.
             An environment is made before there is a session: its factory is called with None.
         options: dataclass that `HybridConfig.<slot>_options` is validated against; None takes no options.
-        order: where `auto` tries it, lowest first (weights only).
-        unavailable: called without arguments; returns the reason why it cannot work on this machine, or None.
+        order: the position in which `auto` tries it, lowest first (for weight syncs only).
+        unavailable: called without arguments; returns the reason why the component cannot work on this machine, or
+            None.
         refuses: called with the session and the options when the trainer is built, before the component is built;
             returns why the component cannot serve this model, or None.
         streams: for an engine: whether it serves requests one at a time (`Engine.stream`).
@@ -68,7 +69,8 @@ class Component:
             default where the trainer has tools.
         remote: for an engine: whether it computes on its own GPUs, and takes no memory of the trainer's.
         by_name: whether it is chosen only by its name: `auto` skips it.
-        plugin: the plugin that offered it; distribution: the distribution with that plugin.
+        plugin: name of the plugin that offered the component.
+        distribution: name and version of the distribution that contains this plugin.
     """
 
     slot: Slot
@@ -126,8 +128,8 @@ class Component:
         """Build the component: return the live object.
 
         Raises:
-            ComponentError: its factory failed; it lacks what the slot's protocol requires, takes other arguments, or
-                has members that nothing would read.
+            ComponentError: its factory failed; the object lacks members that the protocol of its kind requires, its
+                methods take other arguments, or it has members that nothing would read.
         """
         with blaming(self, "factory"):
             built = self.factory(session, options)
@@ -184,7 +186,7 @@ def _protocol(slot: Slot) -> type[Any]:
 
 
 IMPORTED = re.compile(r"\w+(\.\w+)*:\w+")
-"""The form of a factory that is imported only when it is called: "module:name"."""
+"""The pattern of a factory that is given as text, "module:name", and imported only when it is called."""
 
 
 def _imported(place: str) -> Callable[[Any, Any], Any]:
@@ -192,7 +194,7 @@ def _imported(place: str) -> Callable[[Any, Any], Any]:
 
 
 class Registry:
-    """The components that the loaded plugins offer, by slot and name."""
+    """The components that the loaded plugins offer, by slot ("engine", "weights" and so on) and name."""
 
     def __init__(self) -> None:
         self._components: dict[Slot, dict[str, Component]] = {slot: {} for slot in SLOTS}
@@ -202,7 +204,8 @@ class Registry:
         """Register a component. A plugin calls this in its hook `trlx_register`.
 
         Args:
-            slot: the part of a run that the component can fill, see SLOTS.
+            slot: the part of a run that the component can be: "engine", "weights", "rollout", "scoring", "algorithm",
+                "environment" or "server".
             name: the name by which users choose it.
             factory: called with the session and the validated options; returns the component's object. As a text,
                 "module:name", it is a class or function that is imported only when the component is built.
@@ -243,11 +246,15 @@ class Registry:
         )
 
     def components(self, slot: Slot) -> list[Component]:
-        """Return all components of a slot in the order in which `auto` tries them."""
+        """Return all components that are offered for a slot, such as "engine", in the order in which `auto` tries
+        them."""
         return sorted(self._components[slot].values(), key=lambda c: (c.order, c.name))
 
     def choose(self, slot: Slot, name: str) -> Component:
-        """Return a slot's component by its name. With "auto", return the only one that an installed plugin offers.
+        """Return a component by its slot (an exchangeable part of a run, such as "engine") and its name.
+
+        Args:
+            name: the component's name, or "auto" for the only one that an installed plugin offers for this slot.
 
         Raises:
             ComponentError: there is no such component, there are several or none for "auto", or it cannot work here.
@@ -289,8 +296,8 @@ class Registry:
 
 
 def none_offered(slot: Slot) -> str:
-    """Return a text for an error where no plugin offers anything for a slot: which distributions of this project
-    would."""
+    """Return a text for an error message about a slot (such as "engine") for which no plugin offers a component: which
+    of this project's distributions to install."""
     brings: dict[str, list[str]] = {}
     for name, distribution in BRINGS[slot].items():
         brings.setdefault(distribution, []).append(repr(name))

@@ -1,5 +1,5 @@
-"""The choice of a run's components, one for each slot (engine, weight sync, rollout and so on), with the reason for it.
-It depends only on the settings and on what plugins offer."""
+"""The choice of a run's components, one for each slot (engine, weight sync, rollout and so on), with the reason for
+each. The choice depends only on the settings and on what plugins offer."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ STOCK = "transformers"
 """The engine name with which TRL's own code generates."""
 
 SINGLE = "single_turn"
-"""The rollout component that is used by default: one completion per prompt. Runs with tools use one that runs
-conversations, if there is one."""
+"""The name of the rollout component that is used by default: it samples one completion per prompt. Runs with tools use
+one that runs conversations, if there is one."""
 
 PLAYED = "rollout_func"
-"""The reason that is shown for a rollout component that was chosen because the trainer's `rollout_func` needs it."""
+"""The reason that is shown when the run starts for a rollout component that was chosen because the trainer's
+`rollout_func` needs it."""
 
 PADDED = "padded"
-"""The scoring component that is used by default: TRL computes log-probs."""
+"""The name of the scoring component that is used by default, with which TRL computes log-probs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,14 +63,15 @@ class Selection:
     """The components that were chosen for one run.
 
     Attributes:
-        engine: None where TRL's own code generates.
+        engine: the inference engine; None where TRL's own code generates.
         weights: the weight sync; None where the first of `paths` that works is used.
-        rollout, scoring: the rollout and the scoring.
+        rollout: turns prompts into completions; None where TRL's own code generates.
+        scoring: computes log-probs for the trainer.
         paths: with `weights="auto"`, the weight syncs to try, in order.
         tools: whether the trainer has tools or environments.
         stock_reason: why TRL's own code generates, where it does.
-        environment: None where the user named none.
-        algorithms: in the order in which they act.
+        environment: the environment whose episodes are played; None where the user named none.
+        algorithms: the algorithms, in the order in which they act.
     """
 
     engine: Choice | None
@@ -94,8 +96,8 @@ class Selection:
 
 
 def select(config: HybridConfig, arguments: TrainerArguments, registry: Registry) -> Selection:
-    """Choose the components of a run. An explicit setting takes precedence over TRL's arguments; without any setting,
-    stock TRL generates.
+    """Choose the components of a run. A setting in HybridConfig takes precedence over TRL's arguments; without any
+    setting, TRL itself generates.
 
     Raises:
         ConfigError: settings that contradict each other, or an unknown option.
@@ -143,7 +145,7 @@ def _paths(registry: Registry, options: Mapping[str, Any]) -> list[Choice]:
     """Return the weight syncs that `auto` tries, in order.
 
     Args:
-        options: `HybridConfig.weights_options`; each weight sync gets those that it knows.
+        options: `HybridConfig.weights_options`; each weight sync gets those of the options that it knows.
 
     Raises:
         ConfigError: no weight sync knows one of the options.
@@ -196,7 +198,8 @@ def choose_environment(config: HybridConfig, registry: Registry) -> Choice | Non
     choices.
 
     Raises:
-        ConfigError, ComponentError: as for `select`.
+        ConfigError: an option is unknown.
+        ComponentError: there is no such environment, or it cannot work here.
     """
     if config.environment is None:
         return None
@@ -205,11 +208,11 @@ def choose_environment(config: HybridConfig, registry: Registry) -> Choice | Non
 
 
 def choose_algorithms(config: HybridConfig, registry: Registry) -> list[Choice]:
-    """Return the algorithms that the user named, in that order.
+    """Return the algorithms that the user named, in the order in which they are named.
 
     Raises:
-        ConfigError, ComponentError: as for `select`; an algorithm is named twice, or there are options for one that is
-            not named.
+        ConfigError: an option is unknown, an algorithm is named twice, or there are options for one that is not named.
+        ComponentError: there is no such algorithm, or it cannot work here.
     """
     names, given = config.algorithm or [], config.options("algorithm")
     check_keys(given, names, "HybridConfig.algorithm_options, for those in HybridConfig.algorithm,")
@@ -239,11 +242,12 @@ def _choice(
         slot: the kind of component, such as "engine".
         name: the component's name.
         options: the user's options, all of which the component must know.
-        why: the reason for the choice, which is shown in the run's header.
+        why: the reason for the choice, which is printed when the run starts.
         defaults: options with lower priority; those that the component does not know are left out.
 
     Raises:
-        ConfigError, ComponentError: as for `select`.
+        ConfigError: an option is unknown.
+        ComponentError: there is no such component, or it cannot work here.
     """
     component = registry.choose(slot, name)
     owner = component.options or NoOptions

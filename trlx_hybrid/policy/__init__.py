@@ -1,1 +1,1 @@
-"""The model being trained: its weights as they are, whatever wraps, shards, adapts or quantises it."""
+"""Access to the model being trained and to its weights, whatever wraps, shards, adapts or quantises the model."""

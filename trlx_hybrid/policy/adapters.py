@@ -27,7 +27,8 @@ def tuned(model: nn.Module) -> bool:
 
 
 def adapter_layers(modules: Iterable[nn.Module]) -> list[BaseTunerLayer]:
-    """Return those modules that are PEFT's own: its tuner layers, and its wrappers such as `ModulesToSaveWrapper`."""
+    """Return those of some modules that PEFT has put into a model: its tuner layers, and its wrappers such as
+    `ModulesToSaveWrapper`."""
     if "peft" not in sys.modules:
         return []
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -40,7 +41,8 @@ def adapter_layers(modules: Iterable[nn.Module]) -> list[BaseTunerLayer]:
 
 
 def held_by(layer: BaseTunerLayer) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield (adapter name, parameter) for each adapter parameter that a layer holds itself.
+    """Yield (adapter name, parameter) for each adapter parameter that a PEFT layer holds itself, rather than in a PEFT
+    layer inside it.
 
     For two adapters of the same kind the order of the parameters is the same.
     """

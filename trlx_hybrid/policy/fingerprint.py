@@ -3,7 +3,7 @@
 No counter can replace it: torch's `_version` does not move when a fused optimizer or a write to `.data` changes a
 tensor. So the bits of each tensor are read as 64-bit integers ("words") and laid out as square matrices. The sums of a
 square's rows and those of its columns together depend on where each element stands. These few sums are then hashed with
-their positions. `Frozen` tells more cheaply, and less strictly, whether frozen weights were written to.
+their positions. `Frozen` detects writes to frozen weights more cheaply and less strictly.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def fingerprint(*groups: Iterable[Tensor]) -> int:
 
 @torch.no_grad()
 def sample(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return about 64 elements of each tensor, spread evenly over it, concatenated per dtype and device: cheap to
-    compare where most writes change many elements."""
+    """Return about 64 elements of each tensor, spread evenly over it, concatenated per dtype and device. It is cheap to
+    compare with an earlier sample, and most writes change so many elements that it differs."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         count = tensor.numel()
@@ -111,7 +111,8 @@ def _sums(words: Tensor) -> list[Tensor]:
 
 
 def _mixed(sums: Tensor) -> Tensor:
-    """Return the sum of the splitmix64 hashes of some sums and their positions, a scalar int64."""
+    """Return one number, a scalar int64, that stands for the row and column sums of all squares on a device: the sum of
+    the splitmix64 hashes of these sums and their positions."""
     hashed = sums + torch.arange(1, len(sums) + 1, device=sums.device) * FACTORS[0]
     for factor in FACTORS:
         # a logical shift, which int64 tensors do not have
@@ -138,7 +139,7 @@ class Frozen:
         return self._states.keys()
 
     def changed(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Return whether some of the frozen weights may hold other bits than at the last call, or were not
+        """Return whether some of the weights that are frozen now may hold other bits than at the last call, or were not
         frozen then.
 
         Args:

@@ -88,8 +88,8 @@ def refuse_idle(policy: Policy, optimizer: Optimizer) -> None:
 
 
 def _why(policy: Policy) -> str:
-    """Return sentences for an error message: why no parameter of a policy requires gradients, and how to change
-    that."""
+    """Return sentences for an error message: why no parameter of a policy requires gradients, and what to do about
+    it."""
     if not policy.adapters:
         return (
             "All of its weights are frozen, as `merge_and_unload()` leaves them. Either train them all "
@@ -130,7 +130,8 @@ class FirstStep:
         self._done = False
 
     def begins(self, optimizer: Optimizer) -> None:
-        """Record a digest of the weights before an optimizer step; call it when the step's learning rate is set."""
+        """Record a checksum of the trained weights before an optimizer step; call it when the step's learning rate is
+        set."""
         self._before = None
         rate = max((float(group.get("lr") or 0) for group in optimizer.param_groups), default=0.0)  # Adafactor has None
         if rate <= 0 or (self._done and self._sizes.over):
@@ -144,7 +145,11 @@ class FirstStep:
             self._blocks = ReentrantBlocks(self._policy.modules)
 
     def ended(self, step: int, optimizer: Optimizer) -> None:
-        """Check the step that the optimizer has just taken, while the gradients are still there. Collective.
+        """Check what the step that the optimizer has just taken did to the weights, before the gradients are freed.
+        Collective.
+
+        Args:
+            step: number of optimizer steps before this one.
 
         Raises:
             SyncError: no bit of any trainable weight has changed on any rank; or unsharded weights differ between
@@ -178,7 +183,15 @@ class FirstStep:
         self._check_gradients(step)
 
     def _check_sizes(self, step: int, optimizer: Optimizer) -> None:
-        """Check the size of the step against its learning rate. Collective until all first steps are checked."""
+        """Check that an optimizer step has moved no weight further than its learning rate can. Does nothing after the
+        first steps. Collective until then.
+
+        Args:
+            step: number of optimizer steps before this one.
+
+        Raises:
+            SyncError: on some rank, weights moved further; the message names one.
+        """
         if self._sizes.over:
             return
         found = self._sizes.ended(self._trained)
@@ -193,8 +206,14 @@ class FirstStep:
         )
 
     def _check_gradients(self, step: int) -> None:
-        """Raise for trainable parameters that can never get a gradient, and warn of others that got none.
-        Collective."""
+        """Raise for trainable parameters that can never get a gradient, and warn of others that got none. Collective.
+
+        Args:
+            step: number of optimizer steps before this one, for messages.
+
+        Raises:
+            SyncError: on some rank, gradient checkpointing keeps the gradients from some parameters.
+        """
         without = {name: p for name, p in self._trained.items() if p.grad is None}
         if len(without) == len(self._trained):
             without = {}  # DeepSpeed keeps gradients elsewhere
@@ -225,8 +244,8 @@ def _has_gradient(p: nn.Parameter) -> bool:
 
 
 class ReentrantBlocks:
-    """Records by forward hooks whether layers that are checkpointed with use_reentrant=True get inputs that require
-    gradients.
+    """Records by forward hooks whether layers under gradient checkpointing with use_reentrant=True get inputs that
+    require gradients.
 
     The weights of such a layer get gradients only if some input tensor of the layer requires them.
     """
@@ -277,9 +296,9 @@ FACTOR = 100.0
 learning rate."""
 
 SHARE = 1e-3
-"""The share of the checked elements that may move further than FACTOR allows. Optimizers that bound the mean square of
-a step by the learning rate (Adafactor, Muon) move at most a ten-thousandth of the elements by more than 100 times as
-much."""
+"""The share of the checked elements of a step that may move further than FACTOR allows. Optimizers that bound the mean
+square of a step by the learning rate (Adafactor, Muon) move at most a ten-thousandth of the elements by more than 100
+times as much."""
 
 
 class StepSizes:
@@ -296,7 +315,7 @@ class StepSizes:
         return self._left == 0
 
     def begins(self, trained: Mapping[str, nn.Parameter], rate: float) -> None:
-        """Keep a sample of the weights from before a step.
+        """Record a sample of the weights before a step, unless all steps that are to be checked were checked.
 
         Args:
             trained: the parameters that the optimizer updates, by name.
@@ -308,8 +327,12 @@ class StepSizes:
 
     @torch.no_grad()
     def ended(self, trained: Mapping[str, nn.Parameter]) -> str | None:
-        """Return how far the step that has ended moved the weights where that is too far, as the end of an error
-        message; else None. Arguments as for `begins`."""
+        """Return how far the step that has ended moved the weights, as the end of an error message, where its learning
+        rate cannot explain it; None where it can, or where nothing was recorded before the step.
+
+        Args:
+            trained: the parameters that the optimizer updates, by name.
+        """
         before, self._before = self._before, {}
         if not before:
             return None

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedModule:
-    """A module of the base model under PEFT: the PEFT layers that adapt it, outermost first, and the module that they
-    wrap."""
+    """A module of the base model that PEFT adapts: its PEFT layers, outermost first, and the original module that they
+    wrap (`base`)."""
 
     layers: tuple[BaseTunerLayer, ...]
     base: nn.Module
@@ -39,13 +39,14 @@ class AdaptedModule:
         ]
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters of the wrapped module and of all layers that adapt it."""
+        """Return the parameters of the original module and of all PEFT layers around it."""
         return list((self.layers[0] if self.layers else self.base).parameters())
 
     @torch.no_grad()
     def merged(self) -> dict[str, Tensor]:
-        """Return the wrapped module's parameters by name, with every active adapter merged into copies. Sharded
-        parameters stay sharded where PEFT can merge DTensors, as it can for plain LoRA; else full tensors are returned.
+        """Return the original module's parameters by name, as copies into which every active adapter is merged; without
+        such an adapter, the parameters themselves, detached. Sharded parameters stay sharded where PEFT can merge
+        DTensors, as it can for plain LoRA; else full tensors are returned.
 
         Raises:
             SyncError: PEFT cannot merge one of the adapters.
@@ -89,7 +90,8 @@ def _merge(layer: BaseTunerLayer) -> None:
 
 
 def adapted(module: nn.Module) -> AdaptedModule | None:
-    """Return the AdaptedModule that a PEFT layer or wrapper stands for; None for any other module."""
+    """Return the PEFT layers that a module consists of, with the module that they wrap, as an AdaptedModule; None for a
+    module that is neither a PEFT layer nor one of PEFT's wrappers."""
     if "peft" not in sys.modules:  # without it there is no PEFT model, and importing it takes a second
         return None
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -121,8 +123,8 @@ def adapted_modules(model: nn.Module) -> Iterator[tuple[str, AdaptedModule]]:
 
 
 def beyond_lora(model: PreTrainedModel) -> str | None:
-    """Return why some adapter of a transformers model is more than plain LoRA on a single layer's weight, or None where
-    all are plain LoRA."""
+    """Return why some adapter of a transformers model is more than plain LoRA on a single layer's weight, as text with
+    the layer's name; None where all are plain LoRA."""
     found = list(adapted_modules(model))
     if found and untied_head(model) is not None:
         return "adapters part the output head from the embeddings that it is tied to (`gather` serves that)"

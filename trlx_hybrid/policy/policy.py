@@ -68,18 +68,20 @@ class Policy:
     @property
     def modules(self) -> list[nn.Module]:
         """The trainer's model and all modules inside it, in the order of `module.modules()`, as found by the last call
-        of `look`. They are listed anew where the trainer's model has become another object. Cached because a step reads
-        them a dozen times."""
+        of `look`; they are listed anew if the trainer's model is another object by now. Cached because a step reads
+        this list a dozen times."""
         if self._tree.root is not self.module:
             self.look()
         return self._tree.modules
 
     def look(self) -> None:
-        """List `modules` anew if the model's module tree has changed; call it at the beginning of every rollout."""
+        """Update the cached list `modules` if modules were added, removed or replaced in the model; call it at the
+        beginning of every rollout."""
         self._others |= self._tree.changed(self.module)
 
     def other_modules(self) -> bool:
-        """Call `look`, and return whether the module tree has changed since the last call of this method."""
+        """Return whether modules were added, removed or replaced in the model since the last call of this method; also
+        updates the cached list `modules`."""
         self.look()
         found, self._others = self._others, False
         return found
@@ -132,7 +134,7 @@ class Policy:
     @property
     def in_zero3(self) -> bool:
         """True where DeepSpeed's ZeRO-3 holds the parameters. ZeRO-3 expects every forward pass to call the modules in
-        the same order as the passes before, and fails in the pass after one that did not."""
+        the same order, and fails in the forward pass after one in another order."""
         return any(hasattr(p, "ds_id") for p in self.parameters)
 
     @property
@@ -212,8 +214,9 @@ class Policy:
         return convert(found) if convert else found
 
     def base_slots(self) -> dict[str, tuple[dict[str, nn.Parameter | None], str]]:
-        """Return, by name, where each of `base_parameters` is stored: the `_parameters` dict of its module, and its key
-        there. The place stays valid when the parameter is replaced by another (`load_state_dict(assign=True)`)."""
+        """Return, by in-memory name, where each parameter of the base model is stored: the `_parameters` dict of its
+        module, and its key in that dict. This stays valid when the parameter is replaced by another
+        (`load_state_dict(assign=True)`)."""
         slots: dict[int, tuple[dict[str, nn.Parameter | None], str]] = {}
         for module in self.base.modules():
             for key, parameter in module._parameters.items():
@@ -268,8 +271,8 @@ class Policy:
         return tensor
 
     def _merged(self, wrapped: AdaptedModule) -> dict[str, Tensor]:
-        """Return an adapted module's parameters by name with its adapters merged. ZeRO-3 parameters are gathered first:
-        before that they are empty, and nothing can be merged into them."""
+        """Return the original parameters of a module under PEFT by name, with its adapters merged into copies. ZeRO-3
+        parameters are gathered first: until then they are empty, and nothing can be merged into them."""
         flat = [p for p in wrapped.parameters() if hasattr(p, "ds_id")]
         if self._gather is None or not flat:
             return wrapped.merged()
@@ -345,14 +348,14 @@ class Policy:
 
 
 def local(p: nn.Parameter) -> Tensor:
-    """Return this rank's part of a parameter, detached. ZeRO-3's padding at the end of the last ranks' parts is cut
-    off: it holds whatever was in memory."""
+    """Return the part of a parameter that this rank holds, detached. ZeRO-3's padding at the end of the last ranks'
+    parts, which holds arbitrary values, is cut off."""
     return _held(p).detach()
 
 
 def _held(p: nn.Parameter) -> Tensor:
-    """Return this rank's part of a parameter as `local` does, but not detached, which saves an operation per tensor
-    where no gradients are recorded."""
+    """Return this rank's part of a parameter, without ZeRO-3's padding at its end. Unlike `local`, it does not detach
+    the part, which saves an operation per tensor where no gradients are recorded."""
     part: Tensor | None = getattr(p, "ds_tensor", None)
     if part is not None:
         begin = dist.get_rank(getattr(p, "ds_process_group", None)) * part.numel()
@@ -362,8 +365,12 @@ def _held(p: nn.Parameter) -> Tensor:
 
 
 def _saved(model: nn.Module, merge: Merge | None = None) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Yield the (name, reader) pairs of `_weights` for the tensors that transformers writes into a checkpoint,
-    including an output head that adapters have untied from the embeddings."""
+    """Yield (name, function that returns the tensor) for each tensor of a model that transformers writes into a
+    checkpoint, including an output head that adapters have untied from the embeddings.
+
+    Args:
+        merge: merges the adapters of a module under PEFT; None yields base weights.
+    """
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     return ((name, read) for name, read in _weights(model, "", set(), merge, untied_head(model)) if name not in ignored)
 
@@ -386,14 +393,15 @@ def modules_of(root: nn.Module, closed: tuple[type[nn.Module], ...] = ()) -> Ite
 
 
 class ModuleTree:
-    """A record of a model's module tree, which detects in less than 1 ms that modules were added, removed or replaced,
-    where listing all modules takes 5. Holds weak references only."""
+    """A record of a model's module tree, which detects in less than 1 ms that modules were added, removed or replaced;
+    listing all modules anew would take 5 ms. Holds weak references only."""
 
     def __init__(self) -> None:
         self._places: list[tuple[ref[nn.Module], dict[str, ref[nn.Module] | None]]] = []  # each module and its children
 
     def changed(self, root: nn.Module) -> bool:
-        """Return whether the module tree below `root` differs from that of the last call; True at the first call."""
+        """Return whether modules below `root` were added, removed or replaced since the last call, and record the tree;
+        True at the first call."""
         if self.root is root and all(itertools.starmap(_has_children, self._places)):
             return False
         self._places = [
@@ -404,12 +412,13 @@ class ModuleTree:
 
     @property
     def root(self) -> nn.Module | None:
-        """The root of the tree at the last call of `changed`, or None."""
+        """The root module that the last call of `changed` was given; None before the first call, or if the module was
+        freed since."""
         return self._places[0][0]() if self._places else None
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The modules at the last call of `changed`, in the order of `root.modules()`."""
+        """The modules that the last call of `changed` has seen, in the order of `root.modules()`."""
         return [module for held, _ in self._places if (module := held()) is not None]
 
 
@@ -426,8 +435,8 @@ def _has_children(parent: ref[nn.Module], children: dict[str, ref[nn.Module] | N
 
 
 def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters that some modules hold directly, each once. For `modules_of(root)` the result is that of
-    `root.parameters()`, in the same order.
+    """Return the parameters that some modules hold directly, each once. For `modules_of(root)`, these are the
+    parameters of `root.parameters()`, in the same order.
 
     They are read anew at every call, since a parameter may be replaced between two rollouts without any event. To keep
     that cheap, modules without parameters, which are most in an adapted model, are skipped at once.
@@ -456,7 +465,7 @@ def _weights(
     registration order. The tensor comes from a function because reading it may merge adapters.
 
     Args:
-        prefix: what comes before the names.
+        prefix: text that is put before the names.
         seen: ids of the tensors that were yielded already; a tied tensor comes once.
         merge: merges the adapters of an adapted module; None yields base weights.
         parted: a module whose tensors are yielded even if they were seen, such as an untied output head.
@@ -493,9 +502,10 @@ def _item(merged: Callable[[], dict[str, Tensor]], name: str) -> Tensor:
 def _finish_forward(module: Any) -> None:
     """End the forward pass that FSDP2 believes a module to be in, as torch 2.13 does by itself.
 
-    accelerate shards the last norm and the head as one unit, and TRL multiplies by the head's weight without calling
-    the head. Until torch 2.13 the unit then waits for that call: an evaluation, which has no backward pass, leaves it
-    unsharded, and its parameters are not gathered for the next forward pass once a checkpoint has sharded them.
+    accelerate shards the last norm and the head as one FSDP2 module, and TRL multiplies by the head's weight without
+    calling the head. Before torch 2.13, FSDP2 then waits for that call: an evaluation, which has no backward pass,
+    leaves the module unsharded, and its parameters are not gathered for the next forward pass once a checkpoint has
+    sharded them.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
@@ -508,13 +518,19 @@ def _finish_forward(module: Any) -> None:
 
 
 def _groups(state: Any) -> list[Any]:
-    """Return the groups of parameters that FSDP2 gathers together, from the FSDP2 state of a sharded module."""
+    """Return the parameter groups of a module that FSDP2 has sharded: the parameters of one group are gathered
+    together.
+
+    Args:
+        state: FSDP2's state of the module.
+    """
     return [*filter(None, getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group])]
 
 
 def unit_settings(unit: Any) -> tuple[bool, bool]:
-    """Return whether FSDP2 reshards a module after its forward pass, and whether it keeps the module's shards in host
-    memory. Both are read from FSDP2's internals, since it takes them as arguments and does not expose them."""
+    """Return two settings of a module that FSDP2 has sharded: whether it is resharded after its forward pass, and
+    whether its shards are kept in host memory. Both are read from FSDP2's internals, since it takes them as arguments
+    and does not expose them."""
     groups = _groups(unit._get_fsdp_state())
     offloads = any(p.offload_to_cpu for group in groups for p in group.fsdp_params)
     return any(group.post_forward_mesh_info is not None for group in groups), offloads

@@ -1,9 +1,9 @@
-"""Position ids for rows that are padded on the left, for models that count positions from the start of a row.
+"""Position ids for rows that are padded on the left, for models whose log-probs depend on a row's absolute positions.
 
 TRL pads prompts on the left and gives its models no positions, so transformers counts the padding, too. Rotary
 embeddings see only distances. An embedding of each position (GPT-2) sees a row shifted by its padding: beside a longer
-prompt its log-probs change, by 3 nats in a small test, and an engine does not pad. So such a model is given the
-position ids that `generate` gives it, counted from the attention mask.
+prompt its log-probs change, by 3 nats in a small test, and an engine does not pad. So this module gives such a model
+the position ids that transformers' `generate` would give it, counted from the attention mask.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ although its model uses rotary embeddings."""
 
 
 def counts_positions(model: PreTrainedModel) -> bool:
-    """Return whether a text model may compute a row differently when it begins at a later position."""
+    """Return whether a text model may compute other log-probs for a row that begins at a later position, for instance
+    after padding."""
     config = model.config
     rotary = getattr(config, "rope_parameters", None)
     text = config.get_text_config() is config
@@ -62,7 +63,8 @@ class Positions:
     """Adds position ids, counted without left padding, to the forward passes of models, until `close` is called.
 
     Args:
-        models: transformers models; a model that counts no positions, or takes no position ids, stays as it is.
+        models: transformers models. A model whose log-probs do not depend on absolute positions, or whose `forward`
+            takes no position ids, gets no hook.
     """
 
     def __init__(self, models: Iterable[PreTrainedModel]) -> None:

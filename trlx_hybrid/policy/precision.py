@@ -1,4 +1,5 @@
-"""The dtypes that a run computes in, and how far apart two log-probs of one token may be in each."""
+"""The dtypes that a run computes in, and the largest allowed difference between two log-probs of one token in each
+dtype."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 PROBE_TOKENS = 8
-"""The number of tokens of a short sequence that two ways of computing log-probs are compared on."""
+"""The number of tokens of a short sequence whose log-probs are computed in two ways and compared."""
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 """The largest allowed log-prob difference of one token, in nats, by dtype. Healthy runs stay far below: 1e-6 in fp32 on

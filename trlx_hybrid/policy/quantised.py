@@ -37,7 +37,8 @@ def values(p: Params4bit) -> Tensor:
 
 
 def elements(p: Params4bit) -> int:
-    """Return how many values a parameter has; for a 4-bit parameter, how many it had before it was packed."""
+    """Return the number of a parameter's values; for a 4-bit parameter, the number before two values were packed into a
+    byte."""
     return int(p.quant_state.shape.numel()) if in_4_bits(p) else int(p.numel())
 
 

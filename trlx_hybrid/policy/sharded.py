@@ -27,9 +27,9 @@ def full(tensor: Any) -> Tensor:
 def whole(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return each tensor in full: DTensors as new tensors, the others as they are. Collective where any is sharded.
 
-    FSDP2 splits the first dimension into equal pieces, the last of which may be shorter or empty. So every rank pads
-    its pieces to the size of the first, and one all-gather moves all tensors of a dtype. Other placements are gathered
-    one by one.
+    FSDP2 splits the first dimension into equal shards, the last of which may be shorter or empty. So every rank pads
+    its shards to the size of the first rank's, and one all-gather moves all tensors of a dtype. DTensors with other
+    placements are gathered one by one.
     """
     found: list[Tensor] = list(tensors)
     together: dict[tuple[Any, ...], list[int]] = {}

@@ -1,1 +1,1 @@
-"""Rollouts: from prompts to completions, with their seeds."""
+"""Rollouts: the requests for the prompts of a batch, their seeds, and records of what was sampled for them."""

@@ -1,4 +1,5 @@
-"""The plan of a batch that is sampled in several rounds: which groups belong to it, the same on every rank.
+"""The choice of the groups (the completions of one prompt) that form a batch which was sampled in several rounds; it is
+the same on every rank.
 
 TRL needs exactly as many rows on each rank as its data loader returned, with the completions of a prompt next to each
 other in the order of the ranks. So each round has equally many rows on every rank, and whole groups over all of them.
@@ -17,7 +18,7 @@ class Place:
 
     Attributes:
         round, group: the round in which it was sampled, and its index among the groups of that round.
-        kept: whether it is trained on; else it only fills the batch up.
+        kept: whether the group is trained on; else it only fills the batch up.
     """
 
     round: int
@@ -26,8 +27,8 @@ class Place:
 
 
 def rows_per_rank(groups: int, size: int, world: int) -> int:
-    """Return how many rows each of `world` ranks must sample, so that together they have at least `groups` groups of
-    `size` rows, and no partial group."""
+    """Return how many rows each rank must sample, so that all ranks together have at least `groups` whole groups, and
+    no partial one."""
     step = size // math.gcd(size, world)
     return step * -(-groups * size // (step * world))
 
@@ -37,7 +38,8 @@ def batch_of(rounds: Sequence[Sequence[bool]], needed: int) -> list[Place]:
     ones are too few.
 
     Args:
-        rounds: for each round, whether each of its groups is kept; at least `needed` groups in all.
+        rounds: for each round, whether each of its groups may be trained on; all rounds together have at least `needed`
+            groups.
     """
     places = [Place(r, g, kept) for r, groups in enumerate(rounds) for g, kept in enumerate(groups)]
     return sorted(places, key=lambda place: not place.kept)[:needed]

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class Sampler:
-    """Makes the requests of one run's rollouts, with their seeds, and has them sampled.
+    """Makes the requests of a run's rollouts, each with its own seed, and has the engine or a plugin's rollout sample
+    them.
 
     Args:
         ranks: the ranks of the run.
@@ -33,7 +34,7 @@ class Sampler:
         source: the component that returns the completions: a plugin's rollout, or the engine behind the built-in one.
 
     Attributes:
-        source: as passed.
+        source: the argument of this name; errors name it.
     """
 
     def __init__(self, ranks: Ranks, sampling: Sampling, run_seed: int, source: Component | None) -> None:
@@ -48,11 +49,12 @@ class Sampler:
         self._drawn: Counter[str] = Counter()  # rows sampled with this weight version, per stream
 
     def begin(self, stream: str, version: int) -> None:
-        """Begin a batch.
+        """Begin a batch. If the weight version is a new one, the numbers of its rows, which determine their seeds,
+        begin at 0 again.
 
         Args:
             stream: "train" or "eval", which get different seeds.
-            version: the weight version that samples.
+            version: the version of the weights that the engine samples with.
         """
         self._stream, self._tracker, self._conversing = stream, None, 0
         if version != self._version:
@@ -84,11 +86,12 @@ class Sampler:
         """Sample one completion per prompt of this rank, and return them in order.
 
         Args:
-            run: the rollout's `run`, without its first argument.
+            run: the method `run` of the rollout, with its first argument bound; it is called with (requests, sampling).
             images: images of each prompt, or None.
-            prompts: token ids; the copies of one prompt's group follow each other, as TRL lays them out.
-            num_generations: size of a group.
-            timer: entered around the engine's work (TRL's profiler).
+            prompts: token ids; each prompt comes once per completion of its group, the copies next to each other, as in
+                TRL.
+            num_generations: number of completions per prompt.
+            timer: a context that is entered while the engine or the rollout samples (TRL's profiler).
             sampling: sampling parameters of this call; by default the run's.
 
         Raises:
@@ -120,7 +123,8 @@ class Sampler:
         return completions
 
     def experts(self, completions: Sequence[Completion]) -> list[npt.NDArray[np.int16]]:
-        """Return the experts that the tokens of each completion were routed to, see `Completion.experts`.
+        """Return for each completion the experts that its tokens were routed to: `Completion.experts`, int16 (tokens,
+        layers, experts per token).
 
         Raises:
             ComponentError: a completion has no experts, because a rollout has not passed them on.
@@ -134,8 +138,12 @@ class Sampler:
         return [experts for experts in found if experts is not None]
 
     def converse(self, engine: Engine, prompts: Sequence[list[int]], num_generations: int) -> RequestMaker:
-        """Return a function that makes the requests for the turns of conversations that start with these prompts. Rows
-        and seeds are the same as in `sample`.
+        """Return a function that makes the requests for the turns of conversations that start with these prompts.
+        Requests get the row numbers and seeds that `sample` would give them.
+
+        Args:
+            prompts: token ids of the prompts of this rank.
+            num_generations: number of completions per prompt.
 
         Raises:
             EngineError: a prompt leaves no room for a completion.

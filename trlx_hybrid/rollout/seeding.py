@@ -19,9 +19,9 @@ def request_seed(run_seed: int, stream: str, weight_version: int, row: int, gene
 
     Args:
         run_seed: the run's seed (TRL's `seed`).
-        stream: "train" or "eval", which must not share draws.
+        stream: "train" or "eval", which get different seeds.
         weight_version: version of the weights that will sample.
-        row: prompt index within that version and stream, over all ranks.
+        row: number of the prompt among those of this weight version and stream, over all ranks.
         generation: index within the prompt's group.
         turn: turn of the trajectory.
 
@@ -94,7 +94,8 @@ class RowTracker:
     def extend(
         self, places: Sequence[tuple[int, int]], prompts: Sequence[list[int]], completions: Sequence[list[int]]
     ) -> None:
-        """Record the completions of the last `place`, whose rows the next turn continues.
+        """Record the completions that were sampled for the prompts of the last call of `place`, so that the prompts of
+        the next turn, which continue them, are recognised.
 
         Args:
             places: what `place` returned for `prompts`.

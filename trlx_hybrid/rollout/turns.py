@@ -22,33 +22,38 @@ class Endings:
         self._truncated: dict[int, bool] = {}  # by the hash of all tokens: about 20 ms for a million
 
     def clear(self) -> None:
-        """Forget the endings of the last rollout."""
+        """Delete the records of the last rollout."""
         self._truncated.clear()
 
     def add(self, prompt_ids: Sequence[int], completion_ids: Sequence[int], finish_reason: str | None) -> None:
-        """Record how a turn ended; a `finish_reason` of None records nothing.
+        """Record how a turn ended.
 
         Args:
-            prompt_ids: all tokens before the turn, or before any part of the row that ends with the turn.
-            completion_ids: the tokens after `prompt_ids`.
-            finish_reason: the engine's reason, see `Completion`.
+            prompt_ids: all tokens before the turn; fewer where `completion_ids` begins earlier in the row.
+            completion_ids: all tokens from there to the end of the turn.
+            finish_reason: the engine's reason ("stop", "length" or "abort"); None records nothing.
         """
         if finish_reason is not None:
             self._truncated[hash((*prompt_ids, *completion_ids))] = finish_reason == "length"
 
     def truncated(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> bool | None:
-        """Return whether a row with these tokens was cut off at its length limit; None where no turn with them was
-        recorded."""
+        """Return whether a row was cut off at its length limit; None where no turn was recorded whose tokens, with all
+        tokens before it, are those of the row.
+
+        Args:
+            prompt_ids: the tokens of the row's prompt.
+            completion_ids: all tokens after the prompt.
+        """
         return self._truncated.get(hash((*prompt_ids, *completion_ids)))
 
 
 Turn = tuple[list[int], Support]
-"""The token ids that were sampled in one turn, and their support."""
+"""The token ids that were sampled in one turn, and the ids that each of them could be sampled from."""
 
 
 class Supports:
-    """A record of the supports of all turns sampled in one rollout (for each token, the ids from which the engine
-    sampled it), looked up by the turns' tokens.
+    """A record of the supports of all turns sampled in one rollout, looked up by the turns' tokens. A support holds,
+    for each token, the ids that the engine could sample it from (after top-k, top-p and the like).
 
     TRL and users' own rollouts pass on tokens only, may sample a row of a batch in several turns, and may cut the last
     turn. So the support of a row is assembled turn by turn, each time from a recorded completion that followed the same
@@ -59,15 +64,20 @@ class Supports:
         self._turns: defaultdict[int, list[Turn]] = defaultdict(list)  # by the hash of the context
 
     def clear(self) -> None:
-        """Forget the supports of the last rollout."""
+        """Delete the records of the last rollout."""
         self._turns.clear()
 
     def add(self, prompt_ids: Sequence[int], completion_ids: Sequence[int], support: Support | None) -> None:
-        """Record the support of a turn, or of a whole conversation; a support of None records nothing.
+        """Record, for the completion of a turn or of a whole conversation, the ids that each of its tokens could be
+        sampled from. `of_row` finds them again by the tokens.
 
         Args:
-            prompt_ids: all tokens before the turn.
-            completion_ids: the tokens that the support belongs to.
+            prompt_ids: all tokens before the completion.
+            completion_ids: the tokens of the completion.
+            support: the ids for each token of the completion; None records nothing.
+
+        Raises:
+            ComponentError: `support` is for another number of tokens than the completion has.
         """
         if support is None:
             return
@@ -81,10 +91,14 @@ class Supports:
     def of_row(
         self, prompt_ids: Sequence[int], completion_ids: Sequence[int], mask: Sequence[int] | None
     ) -> Support | None:
-        """Return the support of a row's completion, or None where the support of a sampled token is not known.
+        """Return, for each token of a row's completion, the ids that it could be sampled from; None where they were not
+        recorded for one of the sampled tokens.
 
         Args:
-            mask: 0 for the tokens that were not sampled, or are not trained on; None where all were.
+            prompt_ids: the tokens of the row's prompt.
+            completion_ids: all tokens after the prompt.
+            mask: for each token of the completion, 0 if it was not sampled or is not trained on; None where all were
+                sampled.
         """
         at = 0
         parts: list[tuple[int, Support | None]] = []
@@ -106,12 +120,13 @@ class Supports:
         return sum(whole[1:], whole[0])
 
     def _take(self, context: tuple[int, ...], tokens: Sequence[int]) -> Support | None:
-        """Return the support of the first of some tokens: of as many as were sampled in one turn after the context.
-        None where no such turn was recorded. Of several turns with the same tokens, each call returns the next: their
-        supports may differ by rounding.
+        """Return the recorded support of one turn (for each token, the ids that it could be sampled from), for as many
+        of the tokens as were sampled in this turn; None where no such turn was recorded. Of several turns with equal
+        tokens, each call returns the next: their supports may differ by rounding.
 
         Args:
-            context: all tokens before them.
+            context: all tokens before the turn.
+            tokens: the tokens from the turn's first one on, later turns included.
         """
         turns, tokens = self._turns.get(hash(context), []), list(tokens)
         found = next((n for n, (sampled, _) in enumerate(turns) if sampled == tokens), None)

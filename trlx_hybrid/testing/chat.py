@@ -54,11 +54,11 @@ def chat_tokenizer(turns: Sequence[str], template: str = "qwen3") -> Any:
 
 
 def text_processor(tokenizer: Any, chat_template: str) -> Any:
-    """Return a processor of text alone, like the one that TRL loads for a multimodal checkpoint.
+    """Return a processor that takes text only, like the one that TRL loads for a multimodal checkpoint.
 
     Args:
-        tokenizer: the tokenizer that it wraps.
-        chat_template: its template, which takes messages whose content is a list of blocks.
+        tokenizer: the tokenizer that the processor wraps.
+        chat_template: the processor's chat template, which takes messages whose content is a list of blocks.
     """
     from transformers import ProcessorMixin
 
@@ -79,7 +79,7 @@ def chatty_model(tokenizer: Any, turns: Sequence[str], architecture: str = "qwen
     Args:
         tokenizer: what `chat_tokenizer` returned.
         turns: the turns that it was given.
-        architecture: the model type of transformers.
+        architecture: transformers' model type, such as "qwen3".
         config: further fields of the model's config.
     """
     model = tiny_model(
@@ -97,7 +97,7 @@ def made_chatty(model: Any, tokenizer: Any, turns: Sequence[str]) -> Any:
     turn; return it.
 
     Args:
-        model: any causal language model with such a tokenizer.
+        model: a causal language model whose vocabulary is that of `tokenizer`.
         tokenizer: what `chat_tokenizer` returned.
         turns: the turns that it was given.
     """

@@ -188,7 +188,7 @@ def free_port() -> int:
 
 
 def _run(command: list[str], environment: dict[str, str], gone: set[str], outputs: list[Path]) -> None:
-    """Run a script in a freshly forked process, which has the imports of `STACK`.
+    """Run a script in this process, which was forked from one that has imported `STACK`, and set its environment first.
 
     Args:
         command: path of the script and its arguments.

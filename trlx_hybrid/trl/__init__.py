@@ -1,1 +1,1 @@
-"""Code that knows TRL's trainers; trainer.py is the only file that imports TRL."""
+"""Code that knows TRL's trainers. Only trainer.py, attach.py, borrowed.py and recipe.py import TRL."""

@@ -206,8 +206,8 @@ def refuse_penalties(sampling: Sampling, args: Any) -> None:
         args: TRL's config.
 
     Raises:
-        ConfigError: the setting makes each token's ratio differ from 1, so that the product of the ratios falls toward
-            0 with the length of a completion.
+        ConfigError: names the setting. It would make each token's importance ratio differ from 1, so that the product
+            of the ratios would fall toward 0 with the length of a completion.
     """
     reason = sampling.reweighted_by() if getattr(args, "vllm_importance_sampling_correction", False) else None
     if reason is not None:

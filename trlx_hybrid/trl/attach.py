@@ -1,5 +1,5 @@
 """Construction of a trainer: its arguments choose components before TRL's `__init__`; afterwards the session, the
-callbacks and the parts are attached to it."""
+callbacks and the run's state are attached to it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from .state import RunState
 from .stock import StockTrainer
 
 STOCK = select(HybridConfig(), TrainerArguments(engine_options={}), Host().registry)
-"""The selection of a trainer for which nothing is chosen."""
+"""The selection of components where the user chooses nothing: TRL does everything itself."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,9 +61,9 @@ class Chosen:
 
     Attributes:
         config: the run's settings.
-        host: the plugins.
+        host: holds the loaded plugins and calls their hooks.
         selection: the chosen components; STOCK before they are chosen.
-        complete: whether they are chosen.
+        complete: whether the components are chosen.
         replayed: the recording that the run replays; None where it samples.
     """
 
@@ -75,10 +75,11 @@ class Chosen:
 
     @classmethod
     def of(cls, config: HybridConfig | Mapping[str, Any] | None, plugins: Sequence[object]) -> Chosen:
-        """Load the installed plugins, and the given ones beside them.
+        """Return the choices for a run as they are before its components are chosen: load the installed plugins, and
+        the given ones beside them.
 
         Args:
-            config: the run's settings, or a mapping of them.
+            config: the run's settings, a mapping of them, or None for the defaults.
             plugins: objects with hook implementations.
         """
         coerced = HybridConfig.coerce(config)
@@ -86,7 +87,8 @@ class Chosen:
 
     @property
     def facts(self) -> Mapping[str, Any] | None:
-        """The facts of the recording that the run replays; None where it samples."""
+        """The facts that the replayed recording states of its own run, such as versions, model and settings; None where
+        this run samples."""
         return None if self.replayed is None else self.replayed.facts or {}
 
 
@@ -139,8 +141,9 @@ def choose(trainer: StockTrainer, chosen: Chosen, given: Mapping[str, Any]) -> d
 
 
 def _refuse(trainer: StockTrainer, given: Mapping[str, Any]) -> None:
-    """Refuse arguments of TRL's `__init__` with which a run with an engine of this package would fail later, and set
-    the temperature that the trainer scores at to the one that the engine samples at."""
+    """Refuse arguments of TRL's `__init__` with which a run with an engine of this package would fail later
+    (ConfigError or RewardError), and set the temperature that the trainer scores at to the one that the engine samples
+    at."""
     args, dataset, custom = given.get("args"), given.get("train_dataset"), given.get("rollout_func")
     refuse_empty(dataset)
     refuse_reserved(getattr(args, "generation_kwargs", None))
@@ -210,7 +213,8 @@ def attach(trainer: StockTrainer, chosen: Chosen, starts: Callable[[int], None])
 
 
 def weakly(trainer: StockTrainer) -> Callable[[], Any]:
-    """Return a function that returns the trainer: what the trainer holds must not keep it alive."""
+    """Return a function that returns the trainer from a weak reference, for objects that the trainer holds and that
+    must not keep it alive."""
     return weakref.ref(trainer)
 
 
@@ -255,8 +259,9 @@ def _kept_ids(trainer: StockTrainer, chosen: Chosen, sampling: Sampling) -> tupl
     and the like) instead of the whole vocabulary.
 
     Returns:
-        Whether it does; the sampling setting that leaves ids out, if it does; and a note for the run's header, or None.
-        The note says what this costs in memory, or why it is impossible although the sampling leaves ids out.
+        Whether it does; the sampling setting that leaves ids out, if it does, else None; and a line to print when the
+        run starts, or None. The line says what this costs in memory, or why it is impossible although the sampling
+        leaves ids out.
 
     Raises:
         ConfigError: the replayed recording was scored in this way, and this run cannot be.
@@ -280,10 +285,11 @@ def _kept_ids(trainer: StockTrainer, chosen: Chosen, sampling: Sampling) -> tupl
 
 
 def _check_algorithms(trainer: StockTrainer, config: HybridConfig) -> None:
-    """Refuse algorithms that do not fit each other's, a plugin's or a user's class.
+    """Refuse an algorithm that computes advantages where a plugin or the user's trainer class may change them too, and
+    one that samples other prompts where this run cannot.
 
     Raises:
-        ConfigError: names both, and the way out.
+        ConfigError: names the algorithm, what conflicts with it, and the way out.
     """
     algorithms, plugin = trainer.session.algorithms, trainer.session.advantages_plugin
     named = algorithms.advantages_by
@@ -306,7 +312,8 @@ def _check_algorithms(trainer: StockTrainer, config: HybridConfig) -> None:
 
 
 def _replay_routers(trainer: StockTrainer, chosen: Chosen) -> None:
-    """Make the routers of the policy take the experts that the engine chose, or refuse to."""
+    """Make the MoE routers of the policy use the experts that the engine chose. Raise ConfigError where this run
+    cannot."""
     reason = ROUTER_REPLAY.refused(Facts.of(trainer, chosen.selection, chosen.replayed is not None))
     if reason is not None:
         raise ConfigError(f"HybridConfig.router_replay cannot serve this run: {reason}. {ROUTER_REPLAY.way_out}")
@@ -314,7 +321,7 @@ def _replay_routers(trainer: StockTrainer, chosen: Chosen) -> None:
 
 
 def _put_engine(trainer: StockTrainer, session: Session) -> None:
-    """Let TRL's code generate through the session's engine."""
+    """Put the session's engine where TRL looks for its own (`vllm_generation`), and set TRL's arguments to say so."""
     args = trainer.args
     check_skipped(args)
     args.use_vllm, args.vllm_mode = True, "colocate"  # so that checkpoints record what ran

@@ -1,4 +1,4 @@
-"""TRL's classes and functions that parts of a trainer use."""
+"""TRL's classes and functions that the other modules of this folder use without importing TRL themselves."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One table of the options that some runs cannot have, with the reason and a way out.
+"""A table of the options that some runs cannot have, with the reason and a way out.
 
 An option that the user has chosen is refused with the reason and a way out; one that a component would choose by itself
-is left out, and the run's header says why. docs/refusals.md prints the table.
+is left out, and a line that is printed when the run starts says why. docs/refusals.md prints the table.
 """
 
 from __future__ import annotations
@@ -22,15 +22,19 @@ SCORER = "_get_per_token_logps_and_entropies"
 """TRL's method that computes log-probs."""
 
 LOSS = ("_prepare_inputs", "compute_loss", "_compute_loss")
-"""TRL's methods through which a micro-batch goes on its way to its loss."""
+"""TRL's methods that receive a micro-batch before or when its loss is computed."""
 
 READERS = ("_generate_and_score_completions", *LOSS)
-"""TRL's methods in which the old log-probs of a rollout can be read."""
+"""TRL's methods whose overrides in a user's class could read the old log-probs of a rollout."""
 
 
 def overriding(trainer: StockTrainer, *methods: str) -> str | None:
-    """Return the first of a user's methods that overrides one of `methods`, as "Class.method"; None if there is none.
-    The class lies between this package's and TRL's trainer, or is derived from this package's."""
+    """Return the first of a user's methods that overrides one of TRL's, as "Class.method"; None if there is none. The
+    user's class lies between this package's and TRL's trainer, or is derived from this package's.
+
+    Args:
+        methods: names of TRL's methods.
+    """
     package = __name__.partition(".")[0]
     for owner in type(trainer).__mro__:
         if owner.__dict__.get("_name") == trainer._base_name and owner.__module__.startswith("trl.trainer."):
@@ -67,7 +71,7 @@ class Facts:
 
     @property
     def sampler(self) -> str:
-        """The name of what samples."""
+        """The quoted name of the engine that samples, for messages; 'transformers' where TRL samples."""
         return repr(self.engine.name if self.engine is not None else "transformers")
 
     @property
@@ -77,15 +81,16 @@ class Facts:
         return custom is not None and not getattr(custom, "samples_from_session", False)
 
     def over(self, *methods: str) -> str:
-        """Return the user's method that overrides one of TRL's, or "", see `overriding`."""
+        """Return the first of the user's methods that overrides one of TRL's `methods`, as "Class.method"; "" if there
+        is none."""
         return overriding(self.trainer, *methods) or ""
 
 
 class Refusal(NamedTuple):
-    """A row of the table.
+    """A row of the table: one kind of run that cannot have an option.
 
     Attributes:
-        when: the runs that cannot have the option, for the page.
+        when: the kind of run, as text for docs/refusals.md.
         why: returns the reason as text, with this run's names and numbers; "" where it does not apply.
     """
 
@@ -98,12 +103,12 @@ def _where(applies: object, reason: str) -> str:
 
 
 class Option(NamedTuple):
-    """An option of a run.
+    """An option that some runs cannot have.
 
     Attributes:
-        name: what the page calls it.
-        way_out: what a user does where it is refused, or what happens instead.
-        refusals: the runs that cannot have it; the first that applies is the reason.
+        name: its name in docs/refusals.md.
+        way_out: what a user does where the option is refused, or what happens instead, as text.
+        refusals: the kinds of runs that cannot have it; the first that applies gives the reason.
     """
 
     name: str

@@ -225,7 +225,7 @@ def judged(trainer: StockTrainer, run: RunState, rewards: Tensor, observed: bool
 
     Args:
         rewards: the rewards of the reward functions, of all ranks.
-        observed: whether the algorithms have seen them already.
+        observed: whether the algorithms' `observe` has already been called with these rewards.
     """
     batch, algorithms = run.batch, run.session.algorithms
     if not (batch.to_be_scored and trainer.model.training and algorithms.judges) or batch.in_rounds:
@@ -238,8 +238,8 @@ def judged(trainer: StockTrainer, run: RunState, rewards: Tensor, observed: bool
 
 
 def advise(trainer: StockTrainer, run: RunState, values: dict[str, Any]) -> None:
-    """Give this rank's rows the advantages of the run's algorithms and of the hook `trlx_advantages`, if any has other
-    ones than TRL's. Collective.
+    """Replace the advantages of this rank's rows by those that the run's algorithms or the hook `trlx_advantages`
+    compute; where neither computes any, TRL's stay. Collective.
 
     Args:
         values: the batch as TRL trains on it; changed in place.

@@ -1,8 +1,8 @@
 """The trainer's state beside TRL's own: of a run, of an optimizer step (Window), of a generation (Batch), and of a
 micro-batch.
 
-A run has one window and one batch at a time, and replaces them. What outlives these, such as old log-probs that are
-still to come, lies in the run.
+A run has one `Window` and one `Batch` at a time, and replaces them. What outlives both, such as old log-probs that are
+still to be computed, lies in the run's state.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class Window:
     Attributes:
         step: number of the step; -1 before the first.
         done: number of its micro-batches that are done.
-        joined: the forward pass that the next micro-batches share, until all of them have taken their scores.
-        to_measure: a micro-batch whose first row is scored once more, alone, when no pass is open.
+        joined: the forward pass that several micro-batches share, until all of them have taken their scores; else None.
+        to_measure: a micro-batch whose first row is to be scored once more alone, which shows how far log-probs depend
+            on the other rows; done once no shared forward pass is open. None where nothing is to be measured.
     """
 
     step: int = -1
@@ -55,7 +56,7 @@ class Window:
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """A generation: rows that are sampled together, from the request for them until they are scored.
+    """A batch of rows that are sampled together, from the request for them until they are scored.
 
     Attributes:
         to_be_scored: whether TRL is going to score the rows, for training or evaluation; False where a script only
@@ -64,18 +65,21 @@ class Batch:
         row_numbers: for each group (the completions of one prompt) of all ranks, the number of its prompt's row in the
             dataset; None where the order is TRL's.
         generated: the result of TRL's `_generate`; None before.
-        known: whether `generated` is already there when TRL asks for it, since the rows were sampled in rounds.
+        sampled: whether the rows were already sampled, into `generated`, when TRL calls `_generate`.
         conversations: each row's conversation with tools; None where TRL runs the tools.
         truncated: for each row, whether its completion was cut at its length limit; None where that is not known.
-        masked: (B,) bool, the truncated rows where TRL's rule would exclude others from the loss; else None.
+        masked: (B,) bool, the truncated rows, where this package excludes them from the loss because TRL's rule would
+            exclude others; else None.
         made_mask: whether the rows had no loss mask, and got one for this exclusion.
         known_rewards: (world * B, functions) rewards that were computed before TRL asks for them; else None.
         rewards: (world * B, functions) rewards that are trained on, NaN where a function returned None.
-        groups: the groups with these rewards, where an algorithm judges them.
+        groups: the groups with these rewards, where an algorithm observes or replaces rewards or advantages; else None.
         supports: for each row, the ids that each of its tokens was sampled from; None where all ids count.
-        kept: `supports` as tensors, see `support.tensors_of`; made once.
-        skips_old: whether the next scoring is that of the old log-probs, and left out.
-        scores_old: whether the next scoring is that of the old log-probs, with the experts of the rollout.
+        kept: `supports` as tensors, as `contract.support.tensors_of` makes them; None until they are first needed.
+        skips_old: whether TRL's next scoring call is for the old log-probs, and is skipped because the losses will
+            compute them.
+        scores_old: whether TRL's next scoring call is for the old log-probs, and uses the experts that the engine chose
+            in the rollout (router replay).
     """
 
     to_be_scored: bool = False
@@ -102,9 +106,11 @@ class MicroBatch:
 
     Attributes:
         inputs: the rows as TRL trains on them, by name.
-        scores: their scores with the graph, where algorithms add terms to the loss.
+        scores: the rows' log-probs and entropies with their autograd graph, where algorithms add terms to the loss;
+            else None.
         logs_again: whether the loss is computed a second time, from stored scores, for TRL's metrics.
-        alone: whether it is one row that is scored once more for a comparison, and no loss is computed.
+        alone: whether it is a single row that is scored again by itself, to be compared with its log-probs in the
+            micro-batch; no loss is computed then.
     """
 
     inputs: dict[str, Any]
@@ -115,13 +121,13 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Borrowed:
-    """Functions of TRL's that the parts call, and a module of TRL's.
+    """Functions and a module of TRL's that this package uses.
 
     Attributes:
         parse_response: parses a model's turn into a message.
-        without_checkpointing: returns a context without gradient checkpointing, as TRL uses it for passes without
-            gradients.
-        head: the module in which TRL's fused head looks up its function by name.
+        without_checkpointing: returns a context without gradient checkpointing, as TRL uses it for forward passes
+            without gradients.
+        head: the module in which TRL's fused head, which computes log-probs, looks up its autograd function by name.
     """
 
     parse_response: Callable[..., dict[str, Any]]
@@ -135,20 +141,23 @@ class RunState:
 
     Attributes:
         session: the live objects of the run.
-        checkpoints, order: saving and resuming; the position in the data.
-        metrics: `session.metrics`, which are handed to TRL's log.
+        checkpoints: saves checkpoints and chooses where a run resumes.
+        order: the run's position in its data, saved in each checkpoint.
+        metrics: adds the numbers in `session.metrics` to TRL's log.
         recorder: writes each batch to a recording; None where none is written.
         replay: reads the batches from a recording; None where they are sampled.
         step_metrics: measures the time of a step; None where nothing is measured.
-        left_out_by: the sampling setting that leaves ids out, where log-probs are computed over the others only.
-        borrowed: functions of TRL's that the parts call.
+        left_out_by: the sampling setting that leaves ids out, such as `top_k`, where log-probs are computed over the
+            remaining ids only; else None.
+        borrowed: functions and a module of TRL's that this package uses.
         deferred: the old log-probs that the losses' first forward passes compute.
-        window, batch, micro_batch: see there; the micro-batch is None outside of a loss.
+        window, batch: the current optimizer step, and the rows that were sampled last.
+        micro_batch: the rows whose loss is being computed; None outside of a loss.
         generating: whether TRL's `_generate` runs, within which a user's rollout may ask for any scores.
         sampled_at: the weight version that sampled a rollout, until its first loss; else None.
         terms_added: whether algorithms have added their terms to the loss of the current training step.
         unparsed: a counter of the assistant turns that TRL's parser could not parse.
-        said: keys of what was warned of, once per run.
+        said: keys of the warnings that were given, each once per run.
     """
 
     session: Session
@@ -171,12 +180,17 @@ class RunState:
     said: set[str] = field(default_factory=set)
 
     def part(self, name: str) -> AbstractContextManager[None]:
-        """Return a context that measures its time as a part of the optimizer step, see `StepMetrics.part`."""
+        """Return a context whose time is measured as a part of the optimizer step, if steps are measured.
+
+        Args:
+            name: "rollout" or "scoring".
+        """
         return nullcontext() if self.step_metrics is None else self.step_metrics.part(name)
 
     @contextmanager
     def scored_batch(self) -> Iterator[Batch]:
-        """Return a context in which TRL has a batch sampled and scores it, and which gives the batch."""
+        """Return a context for TRL's `_generate_and_score_completions`, which samples and scores a batch. It yields the
+        new `Batch`, which is filled inside."""
         batch = self.batch = Batch(to_be_scored=True)
         try:
             yield batch
@@ -185,7 +199,7 @@ class RunState:
 
     @contextmanager
     def generation(self) -> Iterator[None]:
-        """Return a context for TRL's `_generate`."""
+        """Return a context for TRL's `_generate`, within which `generating` is True."""
         self.generating = True
         try:
             yield
@@ -194,7 +208,12 @@ class RunState:
 
     @contextmanager
     def scoring_alone(self, row: dict[str, Any]) -> Iterator[None]:
-        """Return a context in which one row, given as a batch of its own, is scored once more for a comparison."""
+        """Return a context in which one row is scored again by itself, to compare the result with its log-probs within
+        its micro-batch. Inside, `micro_batch` is this row.
+
+        Args:
+            row: the row as a batch of size 1, by TRL's names.
+        """
         outer, self.micro_batch = self.micro_batch, MicroBatch(row, alone=True)
         try:
             yield
@@ -202,14 +221,18 @@ class RunState:
             self.micro_batch = outer
 
     def say_apart(self, reason: str) -> None:
-        """Warn, once per run, that old log-probs take a forward pass of their own."""
+        """Warn, once per run and reason, that old log-probs take a forward pass of their own.
+
+        Args:
+            reason: why they do, as text.
+        """
         self.say_once(reason, "Old log-probs take a forward pass of their own: %s.", reason)
 
     def say_once(self, key: str, text: str, *values: object) -> None:
-        """Warn on rank 0, once per run.
+        """Warn on rank 0, once per run and key.
 
         Args:
-            key: what the warning is about.
+            key: a name for the warning.
             text: the warning, with placeholders of `logging` for `values`.
         """
         if key not in self.said and self.session.ranks.rank == 0:

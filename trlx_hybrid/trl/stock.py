@@ -25,7 +25,8 @@ Rows = list[dict[str, Any]]
 class StockTrainer:
     """A trainer of TRL's, as this package knows it. The class exists for annotations: nothing is made of it.
 
-    Which attributes a trainer has depends on its class: see `getattr` with a default where one may be missing.
+    Not every trainer of TRL's has all of these attributes. Code that reads one which may be missing uses `getattr` with
+    a default.
 
     Attributes:
         session: this package's live objects of the run, see `Session`; all other attributes are TRL's or transformers'.

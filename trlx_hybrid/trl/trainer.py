@@ -1,5 +1,5 @@
 """The trainers, as subclasses of TRL 1.16's. One class overrides each method of TRL's and transformers' once, in the
-order in which a run calls them; what each does beside TRL lies in the parts that it calls.
+order in which a run calls them; what each does beside TRL lies in the modules that it calls.
 
 TRL's generating trainers reach vLLM through two methods of `self.vllm_generation`, guarded by `self.use_vllm`. The
 subclass makes `use_vllm` a property that is False until our engine is chosen and TRL's `__init__` is over, so TRL
@@ -8,7 +8,8 @@ is replaced is that of its head, while tokens are scored over a part of the voca
 
 TRL must keep the following, which tests/test_trl_internals.py checks: `_generate(prompts)` is one rollout,
 `_calculate_rewards` returns gathered rewards (world * B, functions), `_generate_and_score_completions` returns the
-batch, and `_metrics` is the log. deferred.py lists what the code relies on for log-probs, stock.py all that is read.
+batch, and `_metrics` collects the numbers to log. scoring/deferred.py lists what the code relies on for log-probs,
+stock.py all attributes and methods that it uses.
 """
 
 from __future__ import annotations
@@ -169,8 +170,9 @@ class HybridTrainer(Base):
         self._trl_use_vllm = value
 
     def training_chat_template(self) -> str | None:
-        """Return TRL's prefix-preserving template; None where the tokenizer's own template preserves prefixes. Raise
-        ValueError where TRL has none."""
+        """Return TRL's chat template for training, which is prefix-preserving: it renders the beginning of a
+        conversation as it renders the same messages within a longer one. None where the tokenizer's own template is
+        prefix-preserving. Raise ValueError where TRL has no such template."""
         template: str | None = get_training_chat_template(self.processing_class)
         return template
 
@@ -189,8 +191,12 @@ class HybridTrainer(Base):
             run.window.joined = None
 
     def _after_evaluation(self) -> None:
-        """Let a model that an evaluation has prepared be prepared for training. accelerate prepares it without DDP
-        there, and would take it for one that is ready for training; each rank would then train on its own."""
+        """Make accelerate prepare the model for training even if an evaluation has prepared it before: that was without
+        DDP, so each rank would train on its own.
+
+        Raises:
+            ConfigError: the evaluation made a DeepSpeed engine without an optimizer.
+        """
         if self.model_wrapped is self.model and self.accelerator.distributed_type.startswith("MULTI_"):
             self.model._is_accelerate_prepared = False
         if self.is_deepspeed_enabled and self.deepspeed is not None and self.optimizer is None:
@@ -206,8 +212,12 @@ class HybridTrainer(Base):
         return self._running.order.resumed(self, resume_from_checkpoint, skipped)
 
     def _starts(self, step: int) -> None:
-        """Handle the start of training, before the engine starts and after a checkpoint is loaded, `step` optimizer
-        steps after the run's first."""
+        """Begin the recording or replay when training starts, drop a rollout that an earlier `train()` left unfinished,
+        and check the reference at the run's first step. Called after a checkpoint is loaded, before the engine starts.
+
+        Args:
+            step: number of optimizer steps done.
+        """
         run, session = self._running, self.session
         if run.replay is not None:
             run.replay.starts(self, step)
@@ -230,8 +240,8 @@ class HybridTrainer(Base):
     # --- an optimizer step --------------------------------------------------------------------------------------------
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run TRL's training step on one micro-batch, and what is done for several micro-batches together. An
-        out-of-memory error names how much memory each owner held."""
+        """Run TRL's training step on one micro-batch and, after the last of several micro-batches that share a forward
+        pass, their backward pass. An out-of-memory error names how much memory each owner held."""
         run, session = self._running, self.session
         if run.window.step != self.state.global_step:
             run.window = Window(self.state.global_step)
@@ -295,7 +305,8 @@ class HybridTrainer(Base):
         return self._rolled_out(run, inputs)
 
     def _rolled_out(self, run: RunState, inputs: Rows) -> dict[str, Any]:
-        """Sample a batch, reward and score it as TRL does, with this run's advantages.
+        """Sample a batch, reward and score it as TRL does, and return it with the advantages that this run's algorithms
+        or plugins compute.
 
         Args:
             inputs: this rank's dataset rows.
@@ -329,8 +340,13 @@ class HybridTrainer(Base):
         return values
 
     def _chosen_rows(self, run: RunState, rows: Rows, training: bool) -> Rows:
-        """Return the rows of the batch that TRL is going to score: those of its data loader, those that an algorithm
-        draws, or, where one filters groups, those that were sampled in rounds."""
+        """Return the dataset rows of the batch that TRL is going to score: those of its data loader, those that an
+        algorithm draws or, where an algorithm filters groups, those whose completions were sampled in rounds.
+
+        Args:
+            rows: this rank's rows from the data loader.
+            training: False for an evaluation, in which the data loader's rows are returned.
+        """
         if training and run.session.algorithms.draws:
             rows = resampling.drawn(self, run, rows)
         if training and run.session.algorithms.filters:
@@ -546,12 +562,14 @@ class HybridTrainer(Base):
             super()._save_rng_state(output_dir)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Create TRL's model card."""
+        """Create TRL's model card. Within a checkpoint's save, an error of writing it is stored and raised at the
+        save's end."""
         with self._running.checkpoints.held():
             super().create_model_card(*args, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Push a checkpoint to the Hub as transformers does, after its manifest is completed."""
+        """Push a checkpoint to the Hub as transformers does, after its manifest, the list of its files, is
+        completed."""
         self._running.checkpoints.complete(self.args)
         super()._push_from_checkpoint(checkpoint_folder)
 
@@ -582,7 +600,7 @@ class HybridTrainer(Base):
 
     @property
     def _running(self) -> RunState:
-        """The state of the run, which must have been built."""
+        """The state of the run. Raises ConfigError where `__init__` was not called or has failed."""
         if self._run is None:
             raise ConfigError(f"{type(self).__name__}.__init__ was not called, or has failed: build the trainer anew.")
         return self._run

@@ -56,8 +56,8 @@ class WeightVersions:
     """Keeps engine and policy at the same weight version.
 
     A counter alone is not enough: adapters and checkpoints can be loaded by hand without an optimizer step, and
-    `Tensor._version` does not see fused optimizers. So it also compares a fingerprint of the policy's bits, its
-    modules, and which adapters are active with which scaling.
+    `Tensor._version` does not see fused optimizers. So this class also compares a fingerprint (hash) of the bits of the
+    policy's weights, the policy's modules, and which adapters are active with which scaling.
 
     Args:
         memory: the trainer's memory, offloaded where the device cannot hold policy and KV cache at once.
@@ -69,7 +69,7 @@ class WeightVersions:
     Attributes:
         version: weight version of the policy; grows with every optimizer step, checkpoint load and adapter load.
         engine_version: version of the weights in the engine; None while it holds no complete weights.
-        source: the component that offers the weight sync, where that is known.
+        source: the component of the weight sync in use, which errors name; None while it is not chosen.
         fingerprint_seconds: seconds that the last `sync` spent on detecting changes of the weights.
     """
 
@@ -98,7 +98,7 @@ class WeightVersions:
         self._told = False  # whether the log says that batches are not compared
 
     def changed(self) -> None:
-        """Count a new version: the policy's weights have changed."""
+        """Increase the version by 1, because the policy's weights have changed."""
         self.version += 1
 
     def forget(self) -> None:
@@ -155,7 +155,8 @@ class WeightVersions:
         return report
 
     def _brought(self, engine: Engine, weights: WeightSync) -> LoadReport:
-        """Run the weight sync and return its report, after checking that it is one and that the engine has weights."""
+        """Run the weight sync and return its report, after checking that the report is a LoadReport and that the engine
+        has weights."""
         source = self.source or f"weights {weights.name!r}"
         loaded = asked(self.source, weights, "sync")
         if not isinstance(loaded, LoadReport):
@@ -172,7 +173,8 @@ class WeightVersions:
         return loaded
 
     def _taken(self) -> int:
-        """Compute and return the policy's fingerprint, and add the time it takes to `fingerprint_seconds`."""
+        """Compute and return the fingerprint (hash) of the policy's weights, and add the time it takes to
+        `fingerprint_seconds`."""
         device = self._policy.device
         if device.type == "cuda":
             # do not count earlier kernels as the fingerprint's time; they are waited for in any case
@@ -201,12 +203,15 @@ class WeightVersions:
         nothing again unless they differ.
 
         Args:
-            sampled, scored, mask, ids: as in `verify.disagreement`.
+            sampled: log-probs that the engine sampled with, (B, T) float.
+            scored: the trainer's log-probs of these tokens, (B, T) float.
+            mask: (B, T), not 0 where the engine sampled the token.
+            ids: token ids, (B, T).
             temperature: temperature that the trainer scored at.
             step: optimizer steps done.
             own_sampler: whether a user's `rollout_func` returned the log-probs: such a run is warned once, and goes on.
             over_support: whether the trainer's log-probs are over only those ids that top-k, top-p and the like left.
-            rollout: the component whose rollout returned the log-probs, where that is a plugin's.
+            rollout: the component that returned the log-probs, if it is a plugin's rollout; None otherwise.
             again: a function that is called where the log-probs differ, with the result of `verify.allowed_gap`. It
                 scores the row that is furthest from the engine once more, alone, and returns how the result differs
                 from the trainer's first one, or None where it does not. Collective.
@@ -244,8 +249,13 @@ class WeightVersions:
             self._told = True
 
     def incomparable(self, temperature: float, over_support: bool) -> str | None:
-        """Return the setting by which engine and trainer differ by design in the log-probs of sampled tokens, or None.
-        Arguments as for `check_batch`."""
+        """Return the setting that makes the engine's and the trainer's log-probs of sampled tokens differ by design,
+        such as "top_k=20" or a dropout, or None.
+
+        Args:
+            temperature: temperature that the trainer scores at.
+            over_support: whether the trainer's log-probs are over only those ids that top-k, top-p and the like left.
+        """
         reason = self._sampling().reshaped_by(temperature, over_support)
         return reason or verify.noise(self._policy.module, self._policy.modules)
 
@@ -279,14 +289,15 @@ class WeightVersions:
 
 
 def choose(selection: Selection, build: Callable[[Choice], WeightSync]) -> tuple[WeightSync, str]:
-    """Return the run's weight sync and why it was chosen: the one that the user named, else the first one in order that
-    does not refuse.
+    """Return the run's weight sync and the reason for the choice. It is the one that the user named; else the first of
+    those that "auto" tries, in order, that can serve this run.
 
     Args:
+        selection: the components that were chosen for the run, with the weight syncs to try.
         build: makes the weight sync of a choice.
 
     Raises:
-        ComponentError: the chosen weight sync refuses, or all do. The message says why.
+        ComponentError: the weight sync that the user named refuses, or all do. The message says why.
     """
     chosen = selection.weights
     if chosen is not None:
@@ -309,15 +320,16 @@ def choose(selection: Selection, build: Callable[[Choice], WeightSync]) -> tuple
 
 
 def _refused(sync: WeightSync, choice: Choice) -> str | None:
-    """Return why a weight sync cannot serve the run, in its own words, or None."""
+    """Return why a weight sync cannot serve the run, as its method `refuses` says, or None."""
     return asked_text(choice.component, sync, "refuses")
 
 
 def _on_some_rank(ranks: Ranks, found: str | None) -> str | None:
-    """Return the finding of the first rank that has one, with the rank's number, or None. Collective.
+    """Return the fault that the first rank with a fault has found, with the rank's number before it; None where no rank
+    has found any. Collective.
 
     Args:
-        found: this rank's finding, None without one.
+        found: a text on the fault that this rank has found, or None.
     """
     if not ranks.any(found is not None):
         return None

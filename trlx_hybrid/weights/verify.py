@@ -96,7 +96,7 @@ def check_log_probs(engine: Engine, policy: Policy, prompt: list[int], completio
     """Score the engine's completion with the policy and compare the log-probs. Collective.
 
     Args:
-        allowed: nats that rounding explains, see `allowed_gap`.
+        allowed: the largest difference that rounding explains, in nats.
 
     Returns:
         The largest absolute difference, in nats.
@@ -147,7 +147,7 @@ def allowed_gap(
 
     Args:
         autocast: dtype of the trainer's matrix products.
-        nats: what the user allows for one token, if anything.
+        nats: the largest difference that the user allows for one token, in nats; None or 0 takes the dtype's default.
 
     Returns:
         The largest difference of one token's log-probs, in nats, and the share of a batch's tokens that may be further
@@ -174,7 +174,7 @@ DRAWING_ADAPTERS = ("peft.tuners.pvera.layer", "peft.tuners.lora.monteclora")
 
 def noise(module: nn.Module, modules: Iterable[nn.Module] | None = None) -> str | None:
     """Return what makes a module's next forward pass random (dropout, a router's jitter, NEFTune's noise, an adapter
-    that draws random numbers), or None.
+    that draws random numbers), such as "layers.0.dropout.p=0.1"; None where it is deterministic.
 
     Args:
         modules: the modules in `module.modules()`, where the caller has listed them already.
@@ -219,7 +219,7 @@ def disagreement(
     sampled: Tensor, scored: Tensor, mask: Tensor, ids: Tensor, allowed: tuple[float, float]
 ) -> str | None:
     """Return how the trainer's log-probs of a batch differ from the engine's by more than is allowed, or None. The text
-    names the first token that is too far apart, and how many are.
+    names the first token whose log-probs differ too much, and the number of such tokens.
 
     Args:
         sampled: log-probs that the engine sampled with, (B, T) float.
@@ -245,7 +245,8 @@ def no_numbers(policy: Policy, scored: Tensor, mask: Tensor) -> str | None:
     """Return which of the trainer's log-probs for one batch are NaN and why, or None where none is.
 
     Args:
-        scored, mask: as in `disagreement`.
+        scored: the trainer's log-probs, (B, T) float.
+        mask: (B, T), not 0 where the engine sampled the token.
     """
     found = mask.bool() & scored.isnan()
     if not found.any():
@@ -256,7 +257,8 @@ def no_numbers(policy: Policy, scored: Tensor, mask: Tensor) -> str | None:
 
 
 def broken(policy: Policy) -> str:
-    """Return sentences for an error message: why a policy computes NaN, as far as its weights tell, and what to do."""
+    """Return sentences for an error message: why a policy computes NaN (it has NaN or infinite weights, or the forward
+    pass overflows), and what to do."""
     names = policy.not_finite()
     if not names:
         return (
@@ -274,8 +276,8 @@ Item = TypeVar("Item")
 
 
 class Rotation:
-    """A cursor that takes the next `count` items of a list at each call, from the start again after the end, so that
-    all items are checked in turn.
+    """A cursor that takes the next `count` items of a list at each call, and goes on from the list's start after its
+    end, so that all items are checked in turn.
 
     Ranks that call it the same number of times take the same items.
     """

@@ -1,4 +1,4 @@
-"""The conformance check of plugins that compute advantages."""
+"""The conformance check of plugins that compute advantages, with batches as they occur in training."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ def check_algorithm(trainer: Trainer, *, per_token: bool = False) -> None:
             TRL's own have the shape (B,); its loss takes both, and subclasses of its trainers may have the other.
 
     Raises:
-        ConformanceError: a result is unusable, depends on something else than the calls, or is another one after a
-            checkpoint.
+        ConformanceError: a result is unusable, depends on something else than the calls, or differs after the state was
+            restored from a checkpoint.
     """
     session = trainer.session
     chosen = session.selection.algorithms
@@ -72,7 +72,8 @@ def _answers(algorithms: Algorithms, names: str, per_token: bool) -> list[object
     Args:
         algorithms: a run's algorithms, called as one.
         names: their names, for messages.
-        per_token: as for `check_algorithm`.
+        per_token: whether to compute the loss also with advantages of shape (B, C), one for each token, and require the
+            result of those of shape (B,).
     """
     found: list[object] = []
     for rewards in (torch.linspace(0.0, 1.0, GROUPS * SIZE * FUNCTIONS).view(GROUPS, SIZE, FUNCTIONS), _torn()):

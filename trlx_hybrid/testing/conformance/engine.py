@@ -1,4 +1,4 @@
-"""The conformance check of engines."""
+"""The conformance check of engines: it uses an engine as a trainer does, and checks every result."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ class EngineChecks:
         )
 
     def samples(self) -> None:
-        """Check that sampling returns one completion per request, in the same order, with a right length and finish
-        reason, and with the log-probs of the policy."""
+        """Check that sampling returns one completion per request, in the order of the requests, with a correct length
+        and finish reason, and with the policy's log-probs."""
         given = requests()
         plain = Sampling(max_tokens=TOKENS, logprobs=0)
         for temperature in (1.0, 0.6):
@@ -201,7 +201,7 @@ class EngineChecks:
 
     def sleeps(self) -> None:
         """Check that a sleeping engine frees memory, that `weights_lost` says whether its weights are gone, and that it
-        samples the same after waking."""
+        samples the same completions after waking."""
         if not self._engine.sleeps:
             return
         given, sampling = requests(), Sampling(max_tokens=TOKENS, logprobs=0)

@@ -17,8 +17,8 @@ TURNS = 100
 def check_environment(
     factory: Callable[[], Any], rows: Sequence[Mapping[str, Any]], answers: Sequence[str], turns: int = TURNS
 ) -> None:
-    """Play an episode for each row twice, and then the episodes of all rows at the same time, and check that all go the
-    same way.
+    """Play an episode for each row twice, and then the episodes of all rows at the same time. Check that the three
+    episodes of a row show the same observations and rewards.
 
     Args:
         factory: makes an environment, an object with `reset(row)` and `step(completion)`; usually its class.
@@ -73,7 +73,9 @@ def _play(
         loop: runs the environments' coroutines.
         name: what is checked, for messages.
         environments: new environments, one for each of `rows`.
-        rows, answers, turns: as for `check_environment`.
+        rows: the row of a dataset that each environment is reset with.
+        answers: texts that stand for the model's answers, one per turn, from the first one again after the last.
+        turns: the number of turns within which every episode must end.
 
     Returns:
         For each environment its first observation, and then (observation, done, reward) of each step.

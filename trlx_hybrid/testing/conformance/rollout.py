@@ -1,4 +1,4 @@
-"""The conformance check of rollouts."""
+"""The conformance check of rollouts: it lets one sample batches and conversations, and checks every token."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _told(name: str, session: Session, hook: str, count: int) -> Iterator[None]:
         count: the number of rows that must be reported, each once.
 
     Raises:
-        ConformanceError: the reported rows are not those.
+        ConformanceError: other rows than these were reported, or one more than once.
     """
     engine, rollout, rows = session.selection.engine, session.rollout, list[int]()
     if engine is None or rollout is None or not (rollout.tells and engine.component.streams):
@@ -183,7 +183,7 @@ def _masked(of: str, session: Session, dialogue: Dialogue, conversation: Convers
 
 
 def _dialogue(prompt: list[int]) -> Dialogue:
-    """Return a conversation to be played, in which every answer of the model counts as a call of its only tool.
+    """Return the input of a conversation, in which every answer of the model counts as a call of the only tool.
 
     Args:
         prompt: the prompt's token ids.

@@ -1,4 +1,4 @@
-"""Runs for the conformance checks: a tiny model, everything else as in a real run."""
+"""Runs for the conformance checks, with a tiny model; everything else is as in a real run."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ two are equal."""
 
 
 class Trainer(Protocol):
-    """A trainer of `trlx_hybrid`, as far as checks read one that need not have trained."""
+    """The part of a trainer of `trlx_hybrid` that conformance checks read; the trainer need not have trained."""
 
     @property
     def session(self) -> Session:
-        """The live objects of its run."""
+        """The live objects of the trainer's run: components, policy, ranks and settings."""
 
 
 @contextmanager
 def run_with(
     *, plugins: Sequence[object], model: Any, tokenizer: Any, max_tokens: int = TOKENS, **config: Any
 ) -> Iterator[HybridEngine]:
-    """A context with a new run in a loop without a trainer; the run is closed at the end.
+    """A context with a new `HybridEngine`, a run without a trainer; it is closed at the end.
 
     Args:
         plugins: objects with hook implementations that offer components.

@@ -1,4 +1,4 @@
-"""A conformance check of scorings."""
+"""The conformance check of scorings, the components that compute log-probs for the trainer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ AT_ONCE = 2
 
 def check_scoring(trainer: Trainer) -> None:
     """Score rows of many lengths with the trainer's scoring, and compare log-probs, entropies and gradients with those
-    of each row alone. Then ask it for micro-batches, where it chooses them, and close it.
+    of each row alone. Then let the scoring choose micro-batches, if it does so, and close it.
 
     Args:
         trainer: a GRPO or RLOO trainer of `trlx_hybrid` with `HybridConfig.scoring`; it need not have trained. Give it
@@ -65,18 +65,23 @@ def check_scoring(trainer: Trainer) -> None:
 
 
 class _Model:
-    """A model that scores rows as the trainer has it do, and counts the rows of each forward pass.
+    """A model that scores the checked rows for a scoring component, as the trainer does, and refuses forward passes of
+    more than AT_ONCE rows.
 
     Attributes:
         base: the transformers model.
-        temperature: what logits are divided by.
+        temperature: the temperature by which logits are divided.
     """
 
     def __init__(self, base: PreTrainedModel, temperature: float) -> None:
         self.base, self.temperature = base, temperature
 
     def rows(self, entropies: bool) -> Rows:
-        """Return the rows to score, (6, P + C); with or without entropies."""
+        """Return the six rows to score, in the form that a scoring component takes.
+
+        Args:
+            entropies: whether the functions in the result compute entropies, too.
+        """
         input_ids, mask = _batch(self.base.device)
 
         def forward(
@@ -122,7 +127,12 @@ class _Model:
 
     @staticmethod
     def _scored(logits: Tensor, labels: Tensor, temperature: float, entropies: bool) -> Scores:
-        """Return the scores (b, t) of logits (b, t, vocabulary): of the token that `labels` names at each position."""
+        """Return the log-probs, and if asked for the entropies, of the tokens in `labels`, computed from logits.
+
+        Args:
+            logits: (b, t, vocabulary).
+            labels: (b, t) int64, the token to score at each position, IGNORED for none.
+        """
         log_probs = (logits.float() / temperature).log_softmax(-1)
         scored = labels != IGNORED
         chosen = log_probs.gather(-1, labels.where(scored, 0)[..., None])[..., 0]
@@ -131,7 +141,14 @@ class _Model:
 
 
 class _Checked:
-    """The steps of `check_scoring`, on a scoring of its own."""
+    """The steps of `check_scoring`, one per method, on a newly built scoring component.
+
+    Args:
+        choice: the scoring component and its options.
+        session: the trainer's run.
+        model: the model that scores.
+        allowed: the largest allowed difference of one token's log-prob, in nats.
+    """
 
     def __init__(self, choice: Choice, session: Session, model: _Model, allowed: float) -> None:
         self._model, self._allowed, self._name = model, allowed, f"scoring {choice.component.name!r}"
@@ -139,14 +156,14 @@ class _Checked:
         self._scoring: Scoring = choice.component.build(session, choice.options)
 
     def scores(self) -> None:
-        """Score rows without gradients, twice, as for the old log-probs of two rollouts."""
+        """Check log-probs computed without gradients, twice, as for the old log-probs of two rollouts."""
         with torch.no_grad():
             expected = self._model.alone()
             for _ in range(2):
                 self._compare(self._asked(entropies=False).log_probs, expected.log_probs, "log-probs")
 
     def gradients(self) -> None:
-        """Score rows with gradients and entropies, as for a loss."""
+        """Check log-probs, entropies and gradients, computed as for a loss."""
         of_ours, of_model = self._asked(entropies=True), self._model.alone()
         entropies = of_ours.entropies
         require(
@@ -178,7 +195,8 @@ class _Checked:
         )
 
     def groups(self) -> None:
-        """Ask for micro-batches, and for how many share a pass, where the scoring chooses them."""
+        """Check the micro-batches that the scoring chooses, and how many of them share a forward and backward pass, if
+        it chooses these."""
         tokens = [len(prompt) + length for prompt, length in zip(PROMPTS, LENGTHS, strict=True)]
         if self._scoring.balanced:
             input_ids, mask = _batch(self._model.base.device)
@@ -201,7 +219,7 @@ class _Checked:
             )
 
     def closed(self) -> None:
-        """Close the scoring, and check that the model is what it was."""
+        """Close the scoring, and check that the model is as it was before the scoring was built."""
         note = self._scoring.note()
         require(note is None or isinstance(note, str), f"{self._name}: `note` returned {note!r}.", "Return a line.")
         self._scoring.close()
@@ -213,7 +231,8 @@ class _Checked:
         )
 
     def _asked(self, entropies: bool) -> Scores:
-        """Return the scores of the rows, after checking that they have a row's shape and that nothing was written to.
+        """Return the scores that the scoring computes for the rows, after checking their shape, and that the scoring
+        has not written into the rows.
 
         Args:
             entropies: whether entropies are asked for.
@@ -240,7 +259,16 @@ class _Checked:
         return scores
 
     def _compare(self, found: Tensor, expected: Tensor, what: str) -> None:
-        """Compare scores (B, C) with those of the rows alone, and say what the difference looks like."""
+        """Check scores against those of each row computed alone.
+
+        Args:
+            found: the scores that the scoring returned, (B, C).
+            expected: the scores of each row computed alone, (B, C).
+            what: what the scores are, for messages.
+
+        Raises:
+            ConformanceError: they differ; the message names the likely mistake.
+        """
         require(
             bool(found.isfinite().all()),
             f"{self._name}: some {what} are not finite.",
@@ -258,7 +286,13 @@ class _Checked:
         require(False, text, self._likely(found, expected, row))
 
     def _likely(self, found: Tensor, expected: Tensor, row: int) -> str:
-        """Return what probably explains scores that are not the model's."""
+        """Return a sentence that names the likely mistake of a scoring whose scores are not the model's.
+
+        Args:
+            found: the scores that the scoring returned, (B, C).
+            expected: the model's scores, (B, C).
+            row: number of the row that differs most.
+        """
         length = LENGTHS[row]
         mine = found[row, :length]
 
@@ -275,13 +309,13 @@ class _Checked:
 
 
 def _completions() -> list[list[int]]:
-    """Return the completions as token ids."""
+    """Return the completion of each checked row as token ids."""
     return [[20 + (7 * row + 3 * place) % 60 for place in range(length)] for row, length in enumerate(LENGTHS)]
 
 
 def _batch(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return ids and attention mask (6, P + C) of the rows as TRL pads them: prompts on the left, completions on the
-    right."""
+    """Return token ids and attention mask, (6, P + C) each, of the checked rows, padded as TRL does it: prompts on the
+    left, completions on the right."""
     width, longest = max(map(len, PROMPTS)), max(LENGTHS)
     ids, masks = [], []
     for row, (prompt, completion) in enumerate(zip(PROMPTS, _completions(), strict=True)):
@@ -292,12 +326,12 @@ def _batch(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _trained(device: torch.device) -> Tensor:
-    """Return 1 for each token of (6, C) that is trained on, else 0."""
+    """Return the mask of the completions' tokens that are trained on: (6, C), 1 for these and 0 for all others."""
     return _batch(device)[1][:, -max(LENGTHS) :]
 
 
 def _weighted(like: Tensor) -> Tensor:
-    """Return a weight for each token's log-prob (6, C), as advantages give it; 0 where a token is masked."""
+    """Return a weight for each token's log-prob, (6, C), in place of advantages; 0 where a token is masked."""
     return torch.linspace(-1.0, 1.0, like.numel(), device=like.device).view_as(like) * _trained(like.device)
 
 

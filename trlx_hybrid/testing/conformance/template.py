@@ -1,4 +1,4 @@
-"""A conformance check of chat templates."""
+"""The conformance check of chat templates: whether a conversation can be continued by appending tokens."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ def check_template(
     end_ids: Collection[int] = (),
     tools: bool = False,
 ) -> None:
-    """Render short conversations with a chat template, and check that one can go on token for token: what the model has
-    sampled is never encoded again, so what stands before a turn must not change with what follows it.
+    """Render short conversations with a chat template, and check that a conversation can be continued by appending
+    tokens: sampled tokens are never encoded again, so the rendered text before a message must not depend on the
+    messages after it.
 
     Args:
         processing_class: the tokenizer, or the processor, that the trainer is given.
@@ -42,7 +43,8 @@ def check_template(
         options: TRL's `chat_template_kwargs`.
         end_ids: tokens that end a turn when the model samples them, as in the model's generation config; the
             tokenizer's EOS is always one of them.
-        tools: whether the model calls tools: also check calls, their answers, and that a call is read from its tokens.
+        tools: whether the model calls tools. Then tool calls and their results are checked, too, and that the tokenizer
+            parses a call from its tokens.
 
     Raises:
         ConformanceError: the template cannot serve such conversations; the message says what it renders otherwise.
@@ -73,12 +75,13 @@ class _Template:
         self._ends = {*end_ids, self._tokenizer.eos_token_id}
 
     def continues(self, turn: Message, following: Sequence[Message], role: str) -> None:
-        """Check that the conversation up to the end of a turn is rendered the same before each of some messages.
+        """Check that the conversation up to the end of the model's turn is rendered to the same tokens, whichever
+        message follows it.
 
         Args:
             turn: the model's message.
-            following: messages of which each may follow it.
-            role: whose they are.
+            following: messages, each of which may follow the turn.
+            role: the role of these messages, for error messages.
         """
         asked, ids = self._ids([ASKED], speak=True), self._ids([ASKED, turn])
         begun = _shared(asked, ids)
@@ -106,7 +109,8 @@ class _Template:
             )
 
     def calls(self) -> None:
-        """Check that a call is shown, and that the tokenizer reads it from the tokens of its turn."""
+        """Check that the template renders a tool call, and that the tokenizer parses the call from the tokens of its
+        turn."""
         text = self._text([ASKED, CALLED])
         require(
             all(part in text for part in ("look_up", "entry", "snow")),

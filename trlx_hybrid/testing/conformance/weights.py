@@ -1,4 +1,4 @@
-"""The conformance check of weight syncs."""
+"""The conformance check of weight syncs: it changes a model's weights, syncs, and checks what the engine samples."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def check_weights(
     model: Any = None,
     tokenizer: Any = None,
 ) -> None:
-    """Change a model's weights in all the ways of training, sync, and check that the engine samples from the changed
-    weights.
+    """Change a model's weights in each way that occurs in training, sync after each, and check that the engine samples
+    from the changed weights.
 
     Args:
         name: name of the weight sync, as in `HybridConfig.weights`.
@@ -81,7 +81,7 @@ class _Rounds:
 
     def _then_frozen(self) -> None:
         """Train all weights and then freeze all but one, as gradual freezing does. The next sync must still bring the
-        last change of the frozen ones."""
+        last change of the weights that are frozen now."""
         self._train(lambda: change(self._session.policy, seed=3))
         for parameter in [p for p in self._session.policy.module.parameters() if p.requires_grad][:-1]:
             parameter.requires_grad_(False)

@@ -55,8 +55,8 @@ def one_by_one(model: Any, plugin: Any, move: Callable[[int], object]) -> Iterat
 
     Args:
         plugin: accelerate's settings of FSDP; None without FSDP.
-        move: a function that saves or loads the adapter that is active when it is called, under the given number from
-            1.
+        move: a function that saves or loads the adapter that is active when it is called. Its argument, a number from 1
+            on, distinguishes the files of the adapters.
     """
     if plugin is None or "SHARDED_STATE_DICT" not in str(plugin.state_dict_type) or not tuned(model):
         yield

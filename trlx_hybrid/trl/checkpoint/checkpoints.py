@@ -1,5 +1,5 @@
-"""Saving of checkpoints and resuming from them: adds to transformers' own a manifest, the session's state, and the
-choice of the checkpoint after a restart."""
+"""Saving of checkpoints and resuming from them. This adds three things to transformers' own: a manifest (a list of the
+checkpoint's files), the session's state, and the choice of the checkpoint after a restart."""
 
 from __future__ import annotations
 
@@ -124,8 +124,8 @@ class Checkpoints:
             args.save_total_limit = held_back
 
     def held(self, meets: bool = False) -> AbstractContextManager[None]:
-        """Return a context for writing a part of a checkpoint. Errors inside are stored, and raised on all ranks once
-        all have written.
+        """Return a context for writing a part of a checkpoint. Errors of files that cannot be written are stored, and
+        raised on all ranks once all have written.
 
         Args:
             meets: whether ranks wait for each other within the write, so that an error must be raised at once.
@@ -135,8 +135,8 @@ class Checkpoints:
         return self._write_errors.at_once(self._open_save) if meets else self._write_errors.held()
 
     def _begin(self, checkpoint: Path, args: Any) -> None:
-        """Write a checkpoint's first manifest and the session's state. Collective: no rank writes before files left in
-        the folder are removed."""
+        """Write a checkpoint's first manifest, which says that the save is under way, and the session's state.
+        Collective: no rank writes before files left in the folder are removed."""
         session = self._session
         self._open_save, self._write_errors = checkpoint, WriteErrors()
         self._identity = identity = self._identity or session.ranks.broadcast(new_identity())
@@ -159,8 +159,8 @@ class Checkpoints:
                 raise
 
     def complete(self, args: Any) -> None:
-        """Write the checkpoint's complete manifest, after all ranks have written the files that it lists. Does nothing
-        if no save is under way. Collective."""
+        """Write the checkpoint's complete manifest, the list of its files with their digests, after all ranks have
+        written them. Does nothing if no save is under way. Collective."""
         if self._open_save is None or self._identity is None:
             return
         self._meet()
@@ -192,11 +192,12 @@ class Checkpoints:
 
 @contextmanager
 def all_adapters(trainer: StockTrainer, move: Callable[..., object], model: Any, folder: str) -> Iterator[None]:
-    """Return a context in which transformers saves or loads one active adapter of a PEFT model, and at whose end all
-    have been: the active ones are active again, and in FSDP's shards, `move` does the same for the others.
+    """Return a context for transformers' saving or loading of a checkpoint. In FSDP's shards, transformers handles only
+    the first active adapter of a PEFT model; at the end of the context, `move` does the same for the other active ones,
+    and all are active again. Elsewhere the context does nothing.
 
     Args:
-        move: accelerate's `save_fsdp_model` or `load_fsdp_model`.
+        move: accelerate's `save_fsdp_model` or `load_fsdp_model`, whichever fits.
         model: the PEFT model.
         folder: the checkpoint.
     """

@@ -106,13 +106,13 @@ class DataOrder:
         return place.epoch, 0 if trainer.args.ignore_data_skip else steps * trainer.args.gradient_accumulation_steps
 
     def begin_epoch(self, trainer: StockTrainer, epoch: int, loader: Any, trained: int) -> None:
-        """Take up the place of the checkpoint that the run resumes from, if the epoch continues it, and note where the
-        epoch begins. Collective.
+        """Restore the position in the data of the checkpoint that the run resumes from, if this is the first epoch
+        after resuming, and store where the epoch begins. Collective.
 
         Args:
             epoch: number of the epoch.
             loader: the training data loader.
-            trained: micro-batches of the epoch that are not read again.
+            trained: number of the epoch's micro-batches that were trained on before and are not read again.
         """
         first_step = trainer.state.global_step
         if self._taken_up is not None:
@@ -157,7 +157,7 @@ class DataOrder:
     def _take_up(
         self, trainer: StockTrainer, checkpoint: Path, place: Place | None, epoch: int, loader: Any, skipped: int
     ) -> None:
-        """Restore a checkpoint's position in the data when its epoch continues. Collective.
+        """Restore a checkpoint's position in the data, at the first epoch after resuming. Collective.
 
         Args:
             place: the checkpoint's position; None where the checkpoint has none, as stock TRL's.
@@ -243,8 +243,8 @@ def sampler_generators(loader: Any) -> list[torch.Generator]:
 
 
 def pass_epochs(loader: Any, epochs: int) -> None:
-    """Draw and discard the orders of the first `epochs` epochs from TRL's sampler, so that its generator gets to where
-    it was. Used if the checkpoint does not have the generator's states."""
+    """Draw and discard the orders of the first `epochs` epochs from TRL's sampler, so that its random generator gets
+    into the state that it had after them. Used if the checkpoint does not have the generator's states."""
     sampler = next((part for part in _samplers(loader) if hasattr(part, "mini_repeat_count")), None)
     if sampler is not None:
         for _ in range(epochs):
@@ -267,8 +267,8 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     both values.
 
     Args:
-        then: the checkpoint's settings, see `ordering_settings`.
-        now: the run's.
+        then: the checkpoint's settings, by name.
+        now: the run's settings, by name.
     """
     names = [name for name in dict.fromkeys([*then, *now]) if then.get(name) != now.get(name)]
     return {name: f"{name} is {now.get(name)!r:.60}, and was {then.get(name)!r:.60}" for name in names}
@@ -278,7 +278,7 @@ def changed_text(checkpoint: Path, differing: dict[str, str]) -> str:
     """Return a warning on how changed settings affect the data of a resumed run.
 
     Args:
-        differing: the changed settings, see `differences`.
+        differing: for the name of each changed setting, a text with both values.
     """
     text = f"This run resumes from {checkpoint} with other settings ({listed(list(differing.values()), 8)}), "
     if all(name in SEEDS for name in differing):
@@ -291,8 +291,8 @@ def inexact_reasons(trainer: StockTrainer, foreign: str | None) -> Iterator[str]
     one bit for bit.
 
     Args:
-        foreign: name and type of a value in the rollout that a checkpoint cannot keep, see `foreign_values`; None if
-            there is none.
+        foreign: name and type, as text, of a value in the rollout that a checkpoint cannot keep because it is neither a
+            tensor nor plain data; None if there is none.
     """
     if foreign is not None:
         yield f"its rollout holds {foreign}, which a checkpoint cannot keep, and is sampled anew"

@@ -52,7 +52,8 @@ class Manifest:
 
 
 def begin(checkpoint: Path, run: str, ranks: int) -> None:
-    """Write the first manifest of a save, and make the checkpoint's folder if there is none.
+    """Write the first manifest of a save, which says that the save is under way. Make the checkpoint's folder if there
+    is none.
 
     If another run or a killed save has left files in this folder, they are removed first: they would be taken for a
     part of this checkpoint.

@@ -27,11 +27,10 @@ WAY_OUT = f"Resume from another one, or remove its {manifest.MANIFEST_FILE} to h
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """A starting point of a run: step 0 or a checkpoint, and the run's identity (see `RunIdentity`) with which it
-    begins there.
+    """A starting point of a run: step 0 or a checkpoint, and the identity with which the run begins there.
 
     Attributes:
-        identity: identity of the run.
+        identity: ids of the run and of this start, as they are written to the output folder.
         checkpoint: the checkpoint that the run resumes from; None to begin at step 0.
         saved_by: how many ranks saved the checkpoint; None where that is unknown.
         known: whether the checkpoint has a manifest, which says whose it is and what it must contain.

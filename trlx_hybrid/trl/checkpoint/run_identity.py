@@ -27,7 +27,7 @@ class RunIdentity:
 
     Attributes:
         run: the id of the run, which all starts of the run share.
-        process: the id of the latest start.
+        process: the id of the latest start, a new one for each process that starts the run.
         foreign: names of checkpoints without a manifest that were in the folder before the run began.
         launch: the id of the `trlx-hybrid launch` that made the latest start; None for another kind of start.
     """
@@ -39,7 +39,7 @@ class RunIdentity:
 
 
 def new_identity(foreign: Iterable[str] = (), run: str | None = None) -> RunIdentity:
-    """Return the identity for a start of this process: a new one, or the next start of a known run.
+    """Return the identity for a start of a run in this process: with the id of a known run, or with a new one.
 
     Args:
         foreign: names of checkpoints in the folder that do not belong to the run.

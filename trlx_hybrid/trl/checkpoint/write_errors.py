@@ -33,7 +33,7 @@ class WriteErrors:
         are raised.
 
         Args:
-            ours: whether to store this package's errors as well.
+            ours: whether to store this package's errors (HybridError) as well.
         """
         try:
             yield

@@ -31,8 +31,8 @@ NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 def begun_early(
     trainer: StockTrainer, run: RunState, parse_response: Callable[..., dict[str, Any]], prompts: Sequence[Any]
 ) -> Iterator[None]:
-    """Return a context for a rollout, in which reward functions that can begin early are told of each group as soon as
-    all of its rows are sampled.
+    """Return a context for a rollout, in which reward functions that can begin early are called, by their method
+    `begin`, for each group (the completions of one prompt) as soon as all of its rows are sampled.
 
     Args:
         parse_response: TRL's function of that name.
@@ -60,7 +60,8 @@ def begun_early(
 
 
 class SampledGroups:
-    """A collector of a rollout's completions or conversations that tells reward functions of each complete group.
+    """A collector of a rollout's completions or conversations, which calls the method `begin` of reward functions for
+    each group (the completions of one prompt) as soon as it is complete.
 
     Args:
         parse_response: TRL's function of that name.
@@ -86,8 +87,8 @@ class SampledGroups:
         self._scored: dict[int, tuple[Any, list[int]]] = {}  # by row: completion and token ids to score
 
     def sampled(self, row: int, request: Request, completion: Completion) -> None:
-        """Take a row's completion; if it completes its group, begin the group's rewards. A completion beyond the
-        batch's prompts, from a custom rollout, belongs to no group and is ignored.
+        """Take a row's completion; if it completes its group, call the reward functions' `begin` for the group. A
+        completion beyond the batch's prompts, from a custom rollout, belongs to no group and is ignored.
 
         Args:
             row: the row's number in this rank's batch.
@@ -98,8 +99,8 @@ class SampledGroups:
             self._add(row, self._completion(row, request, completion), completion.token_ids)
 
     def ended(self, row: int, conversation: Conversation) -> None:
-        """Take a row's conversation, which has ended or broken off; if it completes its group, begin the group's
-        rewards."""
+        """Take a row's conversation, which has ended or broken off; if it completes its group, call the reward
+        functions' `begin` for the group."""
         self._add(row, conversation.messages, conversation.completion_ids)
 
     def _add(self, row: int, completion: Any, token_ids: list[int]) -> None:

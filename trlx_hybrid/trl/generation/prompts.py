@@ -59,7 +59,8 @@ def _missing(column: Any) -> tuple[int, str] | None:
 
 @contextmanager
 def naming_resets() -> Iterator[None]:
-    """Return a context for a batch, in which an environment's `reset` that fails is named."""
+    """Return a context for a batch, which adds a note to an error that an environment's `reset` raised inside: which
+    environment it was, and for which row."""
     try:
         yield
     except Exception as error:

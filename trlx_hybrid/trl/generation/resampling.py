@@ -36,9 +36,10 @@ class SampledRow:
     Attributes:
         row: the dataset's row, with the fields that a `rollout_func` has added.
         experts: the experts that the row's tokens were routed to; None where the run does not replay routers.
-        support: for each token the ids that it was sampled from; None where the run does not score over them.
+        support: for each token the ids that it was sampled from; None where log-probs are computed over the whole
+            vocabulary.
         logged: values that reward functions have logged for the row, by column.
-        truncated: whether the completion was cut at its limit.
+        truncated: whether the completion was cut at its length limit.
     """
 
     row: dict[str, Any]
@@ -76,8 +77,8 @@ class Round:
 
 
 def drawn(trainer: StockTrainer, run: RunState, rows: Rows) -> Rows:
-    """Return the rows of a batch whose prompts an algorithm chooses, before it is sampled, and store their numbers in
-    the batch; TRL's rows where no algorithm chooses. Collective.
+    """Return this rank's dataset rows as an algorithm has chosen them for the batch that is sampled next, and store the
+    row numbers of all groups in `run.batch`. Return TRL's rows where no algorithm chooses. Collective.
 
     Args:
         rows: this rank's rows from TRL's data loader.
@@ -91,8 +92,8 @@ def drawn(trainer: StockTrainer, run: RunState, rows: Rows) -> Rows:
 
 
 def resampled(trainer: StockTrainer, run: RunState, rows: Rows, sample: Callable[[list[Any]], Any]) -> Rows:
-    """Sample a batch in rounds until the run's algorithms have kept enough groups. The batch gets what was sampled, as
-    `_generate` would return it, and its rewards.
+    """Sample a batch in rounds until the run's algorithms have kept enough groups. The completions, in the form that
+    TRL's `_generate` returns, and their rewards are stored in `run.batch`.
 
     Args:
         rows: this rank's rows from TRL's data loader.
@@ -200,7 +201,8 @@ def sampled_groups(
 
 
 def _first_round(trainer: StockTrainer, run: RunState, rows: Rows, needed: int) -> tuple[Rows, Sequence[int | None]]:
-    """Return the rows for the first round: TRL's groups, and further ones where algorithms oversample.
+    """Return the dataset rows for the first round: TRL's groups, and further groups where an algorithm asks for more
+    than the batch has (`oversampling`).
 
     Args:
         rows: this rank's rows from TRL's data loader.
@@ -221,10 +223,10 @@ def _first_round(trainer: StockTrainer, run: RunState, rows: Rows, needed: int) 
 
 
 def _drawn_rows(trainer: StockTrainer, groups: int, columns: Sequence[str]) -> tuple[Rows, list[int]]:
-    """Return the rows for a further round, drawn from the dataset.
+    """Return the dataset rows for a further round, as an algorithm draws them, or random ones.
 
     Args:
-        groups: the least number of groups, over all ranks.
+        groups: the least number of groups that the round needs, over all ranks.
         columns: columns of the dataset that the rows get.
 
     Returns:
@@ -306,7 +308,8 @@ def _as_generated(batch: Sequence[SampledRow], columns: Sequence[str]) -> Any:
     """Return sampled rows as the tuple of columns that TRL's `_generate` returns.
 
     Args:
-        columns: the dataset's columns; what a `rollout_func` has added to the rows besides, TRL adds to them.
+        columns: names of the dataset's columns. Other fields of the rows come from a `rollout_func`; they are returned
+            as its extra fields, by name.
     """
 
     def column(name: str) -> list[Any] | None:
@@ -320,7 +323,7 @@ def _as_generated(batch: Sequence[SampledRow], columns: Sequence[str]) -> Any:
 
 
 def _together(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a batch's rounds so far, combined with those of one more round: sums for SUMMED,
-    concatenated lists, and the latest value of all others."""
+    """Return the metrics of a batch's rounds so far, combined with those of one more round: the sum for metrics in
+    SUMMED, the concatenation for lists, and the latest value for all others."""
     both = before.keys() & now.keys()
     return {**before, **now} | {n: before[n] + now[n] for n in both if n in SUMMED or isinstance(now[n], list)}

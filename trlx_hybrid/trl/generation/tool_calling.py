@@ -119,7 +119,8 @@ def with_images(trainer: StockTrainer, generated: Any) -> Any:
 
 @contextmanager
 def settings_kept(trainer: StockTrainer, *names: str) -> Iterator[None]:
-    """Return a context for a batch, at whose end attributes of the trainer that parts set for it are as before.
+    """Return a context for a batch, which restores some attributes of the trainer at its end, since this package sets
+    them for the batch.
 
     Args:
         names: the attributes; one that the trainer does not have is left out.
@@ -210,7 +211,8 @@ def sampled_turns(token_ids: Sequence[list[int]], logprobs: Sequence[list[float]
 
 
 def loop_result(trainer: StockTrainer, conversations: Sequence[Conversation]) -> tuple[Any, ...]:
-    """Return finished conversations as TRL's `_tool_call_loop` returns them."""
+    """Return finished conversations as the tuple that TRL's `_tool_call_loop` returns: loss masks, messages and ids of
+    the completions, for GRPO their log-probs, the numbers of tool calls and of failed ones, and the images."""
     logprobs = ([c.logprobs or [] for c in conversations],) if _is_grpo(trainer) else ()
     return (
         [c.loss_mask for c in conversations],
@@ -251,8 +253,8 @@ def forgiving(trainer: StockTrainer, run: RunState) -> Iterator[None]:
     """Return a context for a rollout in which a turn that TRL's parser cannot parse counts as plain text; in stock TRL
     the parser's error ends the run.
 
-    Failures are counted in the metric UNPARSED. In conversations that the rollout component runs, it counts them
-    itself.
+    Turns that cannot be parsed are counted in the metric UNPARSED. In conversations that the rollout component runs,
+    the component counts them itself.
 
     Raises:
         ConfigError: the parser raised at every turn; raised once everything is sampled.
@@ -295,10 +297,10 @@ def observer(trainer: StockTrainer) -> Callable[[Sequence[dict[str, Any]]], list
     """Return a function that takes the tool messages after a model's turn and returns the ids that they add to the
     conversation.
 
-    It renders and encodes the beginning of the conversation once per tool name. It is valid for one batch, since the
-    template and its arguments may change in the next, and several threads may call it at once. Contents that are lists
-    and that the template does not show completely become texts, see `answers.Answers`; all other messages get TRL's
-    ids. If the trainer's class replaces TRL's method for these ids, that method is called directly.
+    The function renders and encodes the beginning of the conversation once per tool name. It is valid for one batch,
+    since the template and its arguments may change in the next, and several threads may call it at once. A message
+    whose content is a list that the template does not show completely is turned into text first; all other messages get
+    TRL's ids. If the trainer's class replaces TRL's method for these ids, that method is called directly.
     """
     method = getattr(type(trainer), "_get_tool_suffix_ids", None)
     if method is None or not method.__module__.startswith("trl."):

@@ -35,7 +35,7 @@ def correct_metrics(trainer: StockTrainer, lengths: Sequence[int], rule: Sequenc
     Args:
         lengths: lengths of this rank's completions, as TRL counts them.
         rule: whether each completion is truncated by TRL's rule.
-        rows: whether each completion is truncated in fact.
+        rows: whether each completion is truncated by its finish reason.
     """
     device = trainer.accelerator.device
     numbers = torch.tensor([lengths, rule, rows], dtype=torch.long, device=device).T.contiguous()
@@ -79,9 +79,9 @@ def note_truncated(trainer: StockTrainer, run: RunState) -> None:
 
 
 def handed_on(trainer: StockTrainer, batch: Batch) -> Any:
-    """Return a rollout's result as TRL should go on with it. If the truncated rows are others than by TRL's rule, TRL's
-    own masking is switched off for the batch, and for GRPO the rows' loss masks are set to 0. The caller must restore
-    the trainer's attribute MASKS after the batch."""
+    """Return a rollout's result as TRL's `_generate` should return it. If other rows are truncated than by TRL's rule,
+    TRL's own masking is switched off for the batch, and for GRPO the truncated rows' loss masks are set to 0. The
+    caller must restore the trainer's attribute `mask_truncated_completions` after the batch."""
     batch.masked = None
     generated, rows = batch.generated, batch.truncated
     if rows is None or not getattr(trainer, MASKS, False) or rows == by_last_token(trainer, generated[1]):
@@ -97,8 +97,8 @@ def handed_on(trainer: StockTrainer, batch: Batch) -> Any:
 
 
 def attended(batch: Batch, attention_mask: Tensor, completion_length: int) -> Tensor:
-    """Return the attention mask with which a batch is scored: 0 over the completions of truncated rows that are masked
-    here.
+    """Return the attention mask with which a batch is scored: 0 over the completions of the truncated rows, where this
+    package masks them instead of TRL (`batch.masked`).
 
     Args:
         attention_mask: (B, P + T).
@@ -112,7 +112,7 @@ def attended(batch: Batch, attention_mask: Tensor, completion_length: int) -> Te
 
 
 def exclude(batch: Batch, values: dict[str, Any]) -> None:
-    """Exclude the truncated rows that are masked here from the loss.
+    """Exclude the truncated rows from the loss, where this package masks them instead of TRL (`batch.masked`).
 
     Args:
         values: the batch as TRL trains on it; changed in place.

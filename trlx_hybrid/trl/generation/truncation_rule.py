@@ -13,7 +13,8 @@ MASKS = "mask_truncated_completions"
 from the loss."""
 
 BY_ENGINE, BY_TOKEN = "those whose finish_reason is 'length'", "those that end with no end token, as in TRL"
-"""The two rules for which completions count as truncated, in the words of the run's header and of recordings."""
+"""The two rules for which completions count as truncated, in the words that a run prints when it starts and that a
+recording stores."""
 
 
 def by_last_token(trainer: StockTrainer, completion_ids: Sequence[Sequence[int]]) -> list[bool]:
@@ -23,8 +24,8 @@ def by_last_token(trainer: StockTrainer, completion_ids: Sequence[Sequence[int]]
 
 
 def rule_of(trainer: StockTrainer) -> str:
-    """Return which of BY_ENGINE and BY_TOKEN decides about truncated completions in this run, as far as it is known
-    before sampling."""
+    """Return the rule by which this run takes completions for truncated, as far as it is known before sampling:
+    BY_ENGINE (the engine's finish reasons) or BY_TOKEN (the last token, as in TRL)."""
     custom = getattr(trainer, "rollout_func", None)
     replays = trainer.session.config.replay is not None
     ours = replays or not trainer.session.selection.stock

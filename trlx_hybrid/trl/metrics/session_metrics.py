@@ -1,4 +1,4 @@
-"""The numbers of `session.metrics`, on their way into TRL's log."""
+"""The numbers that components and plugins put into `session.metrics`, and their way into TRL's log."""
 
 from __future__ import annotations
 
@@ -25,18 +25,21 @@ class SessionMetrics:
         self.begin()
 
     def begin(self) -> None:
-        """Take `session.metrics` as those of the trainer's last rollout. Other rollouts, of a script or a callback,
-        have others, which are not logged."""
+        """Take the present `session.metrics` as the ones to log, those of the trainer's last rollout. A rollout of a
+        script or a callback gets another dict, which is not logged."""
         self._logged: dict[str, Any] = {}
         self._to_log = self._session.metrics
 
     def log(self, metrics: MutableMapping[str, list[float]]) -> None:
-        """Add the numbers that the last rollout's metrics have got since the last call to TRL's.
+        """Add to TRL's metrics the numbers that were put into the last rollout's metrics since the last call.
 
-        Components may add some after the rollout: a scoring, or an algorithm's term of the loss.
+        Components may put numbers there after the rollout: a scoring, or an algorithm that adds to the loss.
 
         Args:
             metrics: TRL's metrics of training or of evaluation, by name.
+
+        Raises:
+            PluginError: a value is not a number.
         """
         for name, value in self._to_log.items():
             if self._logged.get(name) is not value:

@@ -56,15 +56,15 @@ class Clock:
 
 @dataclass(slots=True, eq=False)
 class MeasuredStep:
-    """The measurements of one optimizer step. Its parts are those of PARTS: rollout, scoring, loss, optimizer.
+    """The measurements of one optimizer step, which has four parts: rollout, scoring, loss, optimizer.
 
     Attributes:
-        began: the parts that run now, each with the marker of its start, see `Clock.now`.
-        parts: for each part, the markers of begin and end of each time that it ran.
+        began: the parts that run now, each with a marker of its start, which `Clock.now` returns.
+        parts: for each part, a pair of markers, start and end, for each time that it ran.
         sync: seconds of the weight syncs in the step's rollouts.
-        counts: for each micro-batch on this rank, its tokens as `counted` returns them; once the step is over, one (4,)
-            int64 tensor with the sums over all ranks and the number of tokens that the model was given, padding
-            included.
+        counts: for each micro-batch on this rank, (3,) int64: all tokens, completion tokens, and pairs of a token and a
+            token that it attends to. Once the step is over, a single (4,) int64: the sums of these over all ranks, and
+            the number of tokens that the model was given, padding included.
         end: the marker of the step's end.
     """
 
@@ -98,7 +98,7 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
         self._peak: float | None = None
 
     def on_train_begin(self, args: Any, *others: Any, **kwargs: Any) -> None:
-        """Compute the model's FLOPs per token and the device's maximum, and drop steps of an earlier run."""
+        """Compute the model's FLOPs per token and the device's maximum FLOP/s, and drop steps of an earlier run."""
         self._step = None
         self._over.clear()
         self._peak = peak(self._session.policy, args) if self._knows_loss else None
@@ -111,8 +111,8 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """Return a context for one `training_step`: what runs before `prepared` is the micro-batch's preparation, what
-        follows is its loss. An error inside discards the step's measurement."""
+        """Return a context for one `training_step`: what runs before the call of `prepared` counts as the micro-batch's
+        preparation, what follows as its loss. An error inside discards the step's measurement."""
         self._preparing = self._step is not None
         try:
             yield

@@ -48,8 +48,8 @@ FOREIGN = re.compile(
     r"temperature|top_[pk]|min_p|repetition_penalty|generation_kwargs|max_completion_length|pad_to_multiple_of|beta|"
     r"mask_truncated_completions|scale_rewards|reward_weights|multi_objective_aggregation|vllm_importance_.*)"
 )
-"""A pattern of the names of those facts that must be equal in a recording and the run that replays it: what batches
-were made from, and settings that the batches already contain."""
+"""A pattern of the names of those facts that must be equal in a recording and the run that replays it, such as the
+model, and the settings that decided what the batches contain. A fact is an entry of `recording.json`."""
 
 EVALUATION = re.compile(r"settings\.(eval_(strategy|steps|delay|on_start)|(per_device|num_generations)_eval.*)")
 """A pattern of the names of further facts that must be equal in a replay, if the run evaluates."""
@@ -59,8 +59,8 @@ QUIET = re.compile(r"output_dir|run_name|log|report_to|save|push|hub|vllm|tqdm|d
 reported."""
 
 TRUNCATED = "truncated completions"
-"""The key, in a recording's facts, of the rule by which completions count as truncated; only in runs that mask
-those."""
+"""The key, in a recording's facts (`recording.json`), of the rule by which completions count as truncated; present only
+where the run masks truncated completions."""
 
 NO_FACTS = (
     *("_name_or_path", "transformers_version", "dtype", "torch_dtype", "base_model_name_or_path", "peft_version"),
@@ -84,7 +84,7 @@ class RecordedBatch:
         tokens_seen: TRL's `num_input_tokens_seen` after the rollout.
         metrics: what the rollout added to TRL's log, by name: whether it replaced the earlier values, and the new
             values.
-        values: what TRL calls the batch: tensors and plain data, in TRL's order.
+        values: what TRL's `_generate_and_score_completions` returned: tensors and plain data by name, in TRL's order.
         rewards: (world * B, functions) float, of all ranks; NaN where a function returned None. None without rewards.
         generators: states of torch's generators after the rollout, (n,) uint8, by type of device.
         threads: number of torch's threads if the run trains on a CPU, where rounding of sums depends on it; else 0.
@@ -139,8 +139,8 @@ class Recording:
 
     @functools.cached_property
     def facts(self) -> dict[str, Any] | None:
-        """The facts of the recorded run (versions, model, settings and so on, see `facts_of`), read from
-        `recording.json`; None where nothing was recorded.
+        """The facts of the recorded run (versions, model, settings and so on), read from `recording.json`; None where
+        nothing was recorded.
 
         Raises:
             ConfigError: `recording.json` cannot be read, or has another format.
@@ -161,7 +161,8 @@ class Recording:
         it had recorded from there on before.
 
         Args:
-            facts: the facts of the run, see `facts_of`.
+            facts: the facts of the run, such as versions, model and settings, as JSON data; written to
+                `recording.json`.
         """
         with writing(self._here):
             self._here.mkdir(parents=True, exist_ok=True)
@@ -179,7 +180,7 @@ class Recording:
         self.__dict__.pop("facts", None)  # the cached facts, which were None
 
     def write(self, batch: RecordedBatch) -> None:
-        """Write one batch, and set its `index`.
+        """Write one batch, after setting its `index` to the number of training batches recorded before it.
 
         Raises:
             ConfigError: the batch holds something else than tensors and plain data.
@@ -240,7 +241,12 @@ class Recording:
         return earlier[-1]
 
     def read(self, mode: str, step: int, number: int) -> RecordedBatch:
-        """Return one batch, on the CPU.
+        """Read one batch from its file, and return it on the CPU.
+
+        Args:
+            mode: "train" or "eval".
+            step: optimizer steps done when the batch was sampled.
+            number: the micro-batch of the step with which the batch begins; in an evaluation, the number of the batch.
 
         Raises:
             ConfigError: the batch is missing, or differs from what was written.
@@ -330,7 +336,7 @@ def facts_of(trainer: StockTrainer, replayed: Mapping[str, Any] | None = None) -
 
 
 def compared(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Compare the facts of a recording with those of the run that replays it.
+    """Compare the facts of a recording (versions, model, settings and so on) with those of the run that replays it.
 
     Returns:
         Texts for the facts that differ, in two lists: those that make the recording unusable for this run, and those
@@ -357,7 +363,7 @@ def refuse_foreign(folder: Path, foreign: list[str]) -> None:
 
     Args:
         folder: the recording's folder.
-        foreign: the facts that make it unusable, see `compared`.
+        foreign: texts for the facts that differ and make it unusable; empty where there are none.
     """
     if foreign:
         raise ConfigError(

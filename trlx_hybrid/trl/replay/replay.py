@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Position:
-    """The place of a batch in its run, and what the rank's weights are there.
+    """An object that says at which place of the run a batch is, and which weights this rank has there.
 
     Args:
         session: the live objects of the run.
@@ -95,7 +95,7 @@ class Recorder:
             step: optimizer steps done.
 
         Raises:
-            ConfigError: the folder already has a recording.
+            ConfigError: the folder already has a recording, which this run does not continue.
         """
         if self._begun:
             return
@@ -153,14 +153,15 @@ class Replay:
 
     Args:
         trainer: the trainer, with its session.
-        recording: the recording that batches are read from. It is checked: this run's model and settings must have made
-            it, and it must be complete. Collective.
+        recording: the recording that batches are read from. It is checked: it must be complete, and made with this
+            run's model and settings. Collective.
 
     Attributes:
-        facts: the facts of the recorded run, see `recording.facts_of`.
+        facts: the facts of the recorded run: versions, model, settings and so on.
 
     Raises:
-        ConfigError: it is not that recording, or not complete.
+        ConfigError: the recording was made with another model or with settings that make it unusable, or is not
+            complete.
     """
 
     def __init__(self, trainer: StockTrainer, recording: Recording) -> None:
@@ -189,7 +190,7 @@ class Replay:
             step: optimizer steps done.
 
         Raises:
-            ConfigError: it has none.
+            ConfigError: the recording has no batches from this step on.
         """
         steps = self._steps(trainer)
         if steps <= step < trainer.state.max_steps:
@@ -228,7 +229,8 @@ class Replay:
         return {name: v.to(device) if isinstance(v, Tensor) else v for name, v in batch.values.items()}
 
     def in_place(self, trainer: StockTrainer, place: tuple[int, int]) -> AbstractContextManager[None]:
-        """Set TRL's `_step` to where the recording has its batches, and return a context in which TRL asks for a batch.
+        """Set TRL's `_step`, by which TRL decides when to ask for a batch, so that it asks where the recording has its
+        batches. Return a context for TRL's `_prepare_inputs`.
 
         Args:
             place: the optimizer step that runs, and the number of its micro-batches that are done.

@@ -26,11 +26,12 @@ def check(
     trainer: StockTrainer, run: RunState, batch: Mapping[str, Any], whole: Mapping[str, Any] | None = None
 ) -> None:
     """Compare the engine's log-probs with the trainer's, and raise if they differ by more than rounding; if a user's
-    `rollout_func` returned them, only warn. Does nothing unless the batch has both. Collective.
+    `rollout_func` returned them, only warn. Does nothing unless the batch has the log-probs of both. Collective.
 
     Args:
-        batch: this rank's rows, as TRL trains on them.
-        whole: rows of the batch with everything needed to score them again; by default the rows of `batch`.
+        batch: this rank's rows, with the log-probs of both.
+        whole: this rank's rows as TRL trains on them, from which a row can be scored once more alone where both differ;
+            by default the rows of `batch`.
 
     Raises:
         SyncError: engine and trainer differ.

@@ -26,6 +26,7 @@ def scored(session: Session, rows: Rows, entropies: bool) -> Scores:
     """Compute the log-probs and entropies of rows with the run's scoring component. Collective.
 
     Args:
+        rows: the rows, with the model and the functions that score them.
         entropies: whether entropies are needed.
 
     Raises:

@@ -1,4 +1,5 @@
-"""Old log-probs of a rollout that the losses' first forward passes compute, so that they need no pass of their own.
+"""Old log-probs of a rollout that are taken from the losses' first forward passes, so that they need no forward pass of
+their own.
 
 TRL 1.16's GRPO and RLOO trainers score rows in one method, `_get_per_token_logps_and_entropies`, called
 
@@ -8,8 +9,8 @@ TRL 1.16's GRPO and RLOO trainers score rows in one method, `_get_per_token_logp
   values computed from them, from that micro-batch.
 
 If the first loss forward of each row runs with the weights that sampled the rollout, then it computes the old
-log-probs. In that case the pass without gradients is left out: `Deferred` stores the log-probs, and the values that TRL
-computes from them, where TRL would have stored them.
+log-probs. In that case the forward pass without gradients is left out: `Deferred` stores the log-probs, and the values
+that TRL computes from them, where TRL would have stored them.
 """
 
 from __future__ import annotations
@@ -47,12 +48,13 @@ def defers(
     trainer: StockTrainer, session: Session, in_one_step: Callable[[], bool], say: Callable[[str], None]
 ) -> bool:
     """Return whether the old log-probs of the rollout that begins will be taken from the first forward passes of its
-    losses, instead of a pass of their own.
+    losses, instead of a forward pass of their own.
 
     Args:
         in_one_step: returns whether the optimizer step that runs now is going to use all micro-batches of the rollout;
             else the weights will have changed before the last rows.
-        say: called with the reason where the model itself rules it out.
+        say: called with the reason, as text, where the model rules it out because its forward passes are random, as
+            with dropout.
     """
     if not session.scoring.deferred or session.scores_apart is not None or not reads_old(trainer):
         return False
@@ -69,20 +71,28 @@ def defers(
 
 
 class DeferredLogProbs:
-    """The old log-probs that are still to come: of the last rollout of training, and of the last of evaluation."""
+    """The old log-probs that losses have still to compute: those of the last rollout of training, and those of the last
+    rollout of evaluation."""
 
     def __init__(self) -> None:
         self._of_mode: dict[str, Deferred] = {}
 
     def begin(self, batch: dict[str, Any], training: bool, version: int) -> None:
-        """Let the losses compute the old log-probs of a rollout, see `Deferred`."""
+        """Let the losses compute the old log-probs of a new rollout.
+
+        Args:
+            batch: this rank's rows of the rollout, as TRL made them. Values that TRL computed from placeholders of the
+                old log-probs are removed from it, and each row's position is added under NUMBER.
+            training: whether the rollout is for training, rather than for an evaluation.
+            version: version of the weights that sampled the rollout.
+        """
         mode = "train" if training else "eval"
         self._of_mode[mode] = Deferred(batch, mode, version)
 
     @contextmanager
     def rolled_out(self, trainer: StockTrainer) -> Iterator[None]:
-        """Return a context for TRL's `_generate_and_score_completions` without old log-probs: the metrics that TRL
-        computes from placeholders are removed."""
+        """Return a context for TRL's `_generate_and_score_completions` while old log-probs are placeholders: at its
+        end, the metrics that TRL computed from the placeholders are removed."""
         metrics = trainer._metrics["train" if trainer.model.training else "eval"]
         logged = {name: len(metrics[name]) for name in (*DIVERGENCE, *RATIO) if name in metrics}
         yield
@@ -92,11 +102,21 @@ class DeferredLogProbs:
                 del metrics[name]
 
     def fill(self, trainer: StockTrainer, micro_batch: dict[str, Any], log_probs: Tensor) -> dict[str, Any] | None:
-        """Store the log-probs of a micro-batch's first loss, see `Deferred.fill`. Collective."""
+        """Store the log-probs of a micro-batch's first loss as its old log-probs, under TRL's keys in the micro-batch.
+        Collective.
+
+        Args:
+            log_probs: (b, T), without a graph.
+
+        Returns:
+            After the rollout's last micro-batch, all its rows with the log-probs of trainer and engine, to be compared;
+            None before, and where TRL's trainer compares none.
+        """
         return self._of_mode["train" if trainer.model.training else "eval"].fill(trainer, micro_batch, log_probs)
 
     def outlived(self, version: int) -> bool:
-        """Return whether training has stopped within a rollout that can no longer be completed.
+        """Return whether training has stopped within a rollout that can no longer be completed: some of its rows have
+        had no loss, and the weights have changed since.
 
         Args:
             version: the current weight version.

@@ -103,7 +103,7 @@ def log_divergence(
         metrics: TRL's metrics of training or of evaluation, to be appended to.
         old, sampled: log-probs of trainer and sampler, (B, T) float; NaN where the sampler has none.
         mask: (B, T) bool, the trained tokens.
-        ratio: the importance-sampling ratio, see `importance_ratio`.
+        ratio: the importance-sampling ratio, (B, T), or (B, 1) for whole sequences.
     """
     gather = trainer.accelerator.gather
     difference = torch.abs(old - sampled)

@@ -20,15 +20,16 @@ if TYPE_CHECKING:
     from ..stock import StockTrainer
 
 FACT = "scored over"
-"""The key in a recording's facts that is set where log-probs were computed over the kept ids; its value is the sampling
-setting that left ids out."""
+"""The key in a recording's facts (`recording.json`) that is set where log-probs were computed over only the ids that
+truncated sampling kept; its value is the sampling setting that left the other ids out."""
 
 TRUNCATION = "ratio/truncation"
-"""The metric: mean logarithm of the share that the kept ids have of the whole distribution, in nats, over the sampled
-tokens."""
+"""The metric: mean logarithm, in nats, of the probability that the ids which top-k, top-p and min-p kept have together
+in the whole distribution, over the sampled tokens."""
 
 MOST = 16 << 30
-"""The maximum size of the kept ids of one rollout on a rank, in bytes of host memory. Larger rollouts are refused."""
+"""The most bytes of host memory that the lists of kept ids of one rollout may take on a rank. Larger rollouts are
+refused."""
 
 WAY_OUT = "Leave the setting out, or set vllm_importance_sampling_correction=False to train without the correction."
 
@@ -41,8 +42,9 @@ def rows_of(trainer: StockTrainer, generated: Any) -> list[Support]:
         generated: the result of GRPO's `_generate`.
 
     Raises:
-        ComponentError: the support of a token that is trained on is missing.
-        ConfigError: the supports take more than MOST.
+        ComponentError: the support of a token that is trained on is missing, or is over another number of ids than the
+            policy's vocabulary.
+        ConfigError: the supports take more than MOST bytes.
     """
     session, (prompt_ids, ids, mask, *_) = trainer.session, generated
     vocabulary = session.policy.base.config.get_text_config().vocab_size
@@ -71,13 +73,15 @@ def rows_of(trainer: StockTrainer, generated: Any) -> list[Support]:
 
 
 def forecast(sampling: Sampling, rows: int, vocabulary: int) -> str:
-    """Return a line for the run's header on how much host memory the kept ids of a rollout take.
+    """Return a line, to be printed when the run starts, on how much host memory a rollout's kept ids take, the ids that
+    truncated sampling left for each token.
 
     Args:
         rows: number of rows of a rollout on one rank.
+        vocabulary: number of ids.
 
     Raises:
-        ConfigError: `top_k` keeps so many ids that long rows take more than MOST.
+        ConfigError: `top_k` keeps so many ids that long rows take more than MOST bytes.
     """
     top_k, whole = int(sampling.extra.get("top_k", sampling.top_k)), mask_words(vocabulary)
     words = min(top_k, whole) if top_k > 0 else whole
@@ -89,10 +93,14 @@ def forecast(sampling: Sampling, rows: int, vocabulary: int) -> str:
 
 
 def refuse_too_many(size: int, setting: str | None) -> None:
-    """Refuse a rollout whose kept ids take too many bytes.
+    """Refuse a rollout whose lists of kept ids take too much host memory.
+
+    Args:
+        size: their bytes on this rank.
+        setting: the sampling setting that leaves ids out, for the message.
 
     Raises:
-        ConfigError: they take more than MOST.
+        ConfigError: they take more than MOST bytes.
     """
     if size > MOST:
         raise ConfigError(
@@ -109,7 +117,7 @@ def require(micro_batch: Mapping[str, Any], setting: str | None) -> None:
         setting: the sampling setting that left ids out, for the message.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the micro-batch does not say which ids were kept.
     """
     if not {WORDS, BOUNDS} <= micro_batch.keys():
         raise ConfigError(

@@ -3,8 +3,8 @@ a model scores such tokens, they replace the log-probs over the whole vocabulary
 
 TRL 1.16 projects hidden states in tiles and never holds all logits (`trl/kernels/chunked_logprob.py`). The function
 here does the same, but leaves out the ids that the engine could not sample. A token's log-prob is its logit minus the
-logarithm of the sum over the kept ids, at the run's temperature. The function also computes the share of the whole
-distribution that the kept ids have.
+logarithm of the sum of exp(logit) over the kept ids, at the run's temperature. The function also computes the
+probability that the kept ids have together in the whole distribution.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def scoring_over(kept: KeptTokens | None, scored: Tensor, masses: list[Tensor], 
     the given positions once and in order, in any number of calls.
 
     Args:
-        kept: the kept ids of the positions; None changes nothing.
+        kept: the kept ids of the positions; None leaves TRL's head as it is.
         scored: bool, one for each position: whether it has a label.
-        masses: receives a (2,) float for each pass: the sum of the logarithms of the kept ids' shares over the sampled
-            tokens, and the number of these tokens.
+        masses: a list to which each call of the head appends a (2,) float: the sum, over the sampled tokens, of the
+            logarithm of the kept ids' probability in the whole distribution; and the number of these tokens.
         trl: `trl.trainer.utils`, in which TRL's head looks its function up by name.
 
     Raises:
@@ -116,7 +116,8 @@ class Projection:
         inverse_temperature: the factor by which logits are multiplied last.
         softcap: the soft cap of the logits, applied before the temperature; None for no cap.
         logit_scale: the factor by which logits are multiplied first.
-        gathered: called with weight and bias; returns a context in which both are complete.
+        gathered: called with the head's weight and bias; returns a context in which both are whole, also where they are
+            sharded.
     """
 
     chunk_size: int
@@ -176,7 +177,7 @@ def _columns(masks: Tensor, start: int, end: int) -> Tensor:
     ids.
 
     Args:
-        masks: (n, words) int32, one bit per id, see `Support`.
+        masks: (n, words) int32, one bit per id, the least significant bit first.
     """
     first = start // WORD
     words = masks[:, first : -(-end // WORD), None] >> torch.arange(WORD, device=masks.device, dtype=torch.int32)

@@ -1,5 +1,5 @@
-"""A micro-batch on its way to its loss: rows moved between micro-batches, terms that algorithms add, and TRL's metrics
-of the micro-batches that it drew."""
+"""Changes to micro-batches and their losses: rows that are moved between micro-batches, TRL's metrics of the
+micro-batches as TRL drew them, and terms that algorithms add to a loss."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def in_one_step(trainer: StockTrainer, run: RunState) -> bool:
 
 
 def regrouped(trainer: StockTrainer, run: RunState, drawn: Rows) -> Rows:
-    """Return a rollout's rows in other micro-batches than TRL has drawn, where the scoring component balances them;
-    else as they are.
+    """Return a rollout's rows, moved to other micro-batches than TRL has drawn where the scoring component balances the
+    micro-batches; else as they are.
 
     Args:
         drawn: the micro-batches that TRL has drawn.
@@ -68,7 +68,7 @@ def log_as_drawn(
     something only after the last micro-batch of a rollout whose rows were regrouped. Collective.
 
     Args:
-        compute: TRL's `_compute_loss` of a micro-batch.
+        compute: TRL's `_compute_loss`, which takes a micro-batch and also logs its metrics.
     """
     computed = trainer._buffered_inputs or []
     if micro_batches.ROW not in micro_batch.inputs or trainer._step % len(computed) != len(computed) - 1:
@@ -83,11 +83,11 @@ def log_as_drawn(
 
 
 def end_micro_batch(trainer: StockTrainer, run: RunState) -> None:
-    """End a training step: run the shared backward pass after the last of several micro-batches that were scored in one
-    forward pass, and the measurement of a row alone once no pass is open. Collective.
+    """End a micro-batch's `training_step`: after the last of several micro-batches that share a forward pass, run their
+    shared backward pass; when none is pending, score a row alone where one is to be measured. Collective.
 
     Raises:
-        ComponentError: an algorithm's term was not added, since a user's class computes the loss.
+        ComponentError: an algorithm's term was not added to the loss, since a user's class computes the loss.
     """
     adds, window = run.session.algorithms.loss_terms_by, run.window
     if adds is not None and not run.terms_added:
@@ -115,7 +115,7 @@ def in_training(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None
     call, the model has its own method again, so that it can be copied, for example.
 
     Args:
-        modules: all modules inside the model, except those that wrap it.
+        modules: all modules of the model, without wrappers such as DDP.
     """
     stock, own = model.train, vars(model).get("train")
 

@@ -32,7 +32,7 @@ def regrouped(
     """Return the rows of some micro-batches, put together into other micro-batches of the same size.
 
     Args:
-        groups: the rows of each new micro-batch, numbered through all the given micro-batches.
+        groups: for each new micro-batch, the numbers of its rows, counted from 0 through all the given micro-batches.
         by: name of the component that chose the groups, for the error.
 
     Raises:

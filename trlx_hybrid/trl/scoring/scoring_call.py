@@ -1,8 +1,8 @@
 """The trainer's per-token log-probs, computed by the run's scoring component instead of TRL's own method.
 
-A call goes straight through: the rows that TRL gives, with the experts and kept ids that they were sampled with; the
-component, which scores them alone or together with the micro-batches that follow; their scores; and what the run keeps
-of these.
+A call takes these steps: find the experts and the kept ids (left by top-k and the like) with which TRL's rows were
+sampled; let the component score the rows, alone or together with the micro-batches that follow; store what the run
+needs of the scores; and return them.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ IGNORED = -100
 
 
 def rollout_experts(run: RunState, prompt_mask: Tensor, completion_length: int) -> Tensor:
-    """Return the experts that the engine routed the rollout's tokens to, in TRL's token positions, see
-    `routing.aligned`.
+    """Return the experts that the engine routed the rollout's tokens to, at TRL's token positions, (B, P + T, layers,
+    experts per token) int16; -1 at padding and where unknown.
 
     Args:
-        prompt_mask: (B, P).
+        prompt_mask: (B, P), 0 where padded.
         completion_length: T.
     """
     return aligned(run.session.experts, prompt_mask, prompt_mask.shape[1] + completion_length)
@@ -72,10 +72,12 @@ class ScoringCall:
         at_once: rows that TRL scores in one forward pass; None for all of them.
         entropies, router_loss: whether TRL wants the entropies, and the loss that balances experts.
         images: image tensors by name, as TRL passes them.
-        experts: the experts that compute the rows' tokens, see `Rows.experts`; found by the call.
-        kept: the ids from which the rows' tokens were sampled, see `Rows.support`; found by the call.
-        masses: for each forward pass over kept ids, (2,): the sum of the logarithms of their probability in the whole
-            distribution, and the number of tokens.
+        experts: (B, P + T, layers, experts per token) int16, the experts that compute the rows' tokens, -1 where the
+            model chooses; None where it chooses all. Found by the call.
+        kept: the ids from which the rows' tokens were sampled, over which log-probs are computed; None for the whole
+            vocabulary. Found by the call.
+        masses: for each forward pass over kept ids, a (2,) float: the sum, over the sampled tokens, of the logarithm of
+            the kept ids' probability in the whole distribution; and the number of these tokens.
     """
 
     trainer: StockTrainer
@@ -94,7 +96,8 @@ class ScoringCall:
     masses: list[Tensor] = field(default_factory=list)
 
     def scores(self) -> Scores:
-        """Compute the rows' scores, and keep what the run needs of them. Collective."""
+        """Return the rows' scores, after storing what the run needs of them. Placeholders of 0 where the losses will
+        compute the old log-probs. Collective."""
         run, micro_batch = self.run, self.run.micro_batch
         if micro_batch is not None and micro_batch.logs_again:
             return micro_batches.kept(micro_batch.inputs)
@@ -117,7 +120,7 @@ class ScoringCall:
 
     @property
     def _of_reference(self) -> bool:
-        """True where a reference model scores, which is a model of its own."""
+        """True where the call is for a separate reference model, not for the policy."""
         return self.model is self.trainer.ref_model
 
     def _rows(self) -> Rows:
@@ -176,7 +179,14 @@ class ScoringCall:
     def _padded(
         self, ids: Tensor, mask: Tensor, at_once: int | None, experts: Tensor | None, kept: KeptTokens | None
     ) -> Scores:
-        """Score rows with TRL's own method, see `Rows.padded`."""
+        """Score padded rows with TRL's own method.
+
+        Args:
+            ids, mask: (b, P + T) int64, token ids and attention mask.
+            at_once: rows that TRL scores in one forward pass; None for all of them.
+            experts: the experts that compute each token; None where the model chooses.
+            kept: the ids over which each token's log-prob is computed; None for the whole vocabulary.
+        """
         self._count(ids)
         scored = completions_of(mask, self.completion_length)[:, :-1]
         over = scoring_over(kept and kept.but_last(), scored, self.masses, self.run.borrowed.head)
@@ -187,7 +197,19 @@ class ScoringCall:
     def _forward(
         self, labels: Tensor, experts: Tensor | None = None, support: KeptTokens | None = None, **inputs: Any
     ) -> Scores:
-        """Score tokens in the component's own layout, see `Rows.forward`."""
+        """Run one forward pass over tokens that the scoring component has arranged, for example packed, and return
+        scores of shape (b, t), 0 where nothing is scored.
+
+        Args:
+            labels: (b, t) int64, the token that follows each position; -100 where nothing is to be scored.
+            experts: (b, t, layers, experts per token), the experts that compute each token; None where the model
+                chooses.
+            support: the ids over which the log-prob at each position is computed; None for the whole vocabulary.
+            inputs: the model's own arguments.
+
+        Raises:
+            ComponentError: the component left out the experts or the support that its rows have.
+        """
         self._count(labels)
         name = self.run.session.selection.scoring.component.name
         if self.experts is not None and experts is None:
@@ -213,8 +235,12 @@ class ScoringCall:
     # --- one pass for several micro-batches -------------------------------------------------------------------------
 
     def _scored_together(self, rows: Rows) -> Scores | None:
-        """Return the scores of the current micro-batch, computed in one pass with the micro-batches that follow; None
-        where the micro-batch has a pass of its own. Collective."""
+        """Return the scores of the current micro-batch, computed in one forward pass with the micro-batches that
+        follow; None where the micro-batch needs a forward pass of its own. Collective.
+
+        Args:
+            rows: the current micro-batch as a scoring component takes it.
+        """
         run, session, window = self.run, self.run.session, self.run.window
         pictured = any(value is not None for value in self.images.values())
         if run.micro_batch is None or self._of_reference or self.router_loss or pictured:
@@ -233,8 +259,13 @@ class ScoringCall:
         return window.joined.take(micro_batch)
 
     def _together(self, rows: Rows, ahead: list[dict[str, Any]]) -> Rows:
-        """Return the rows of several micro-batches as those of one call. TRL's method scores all of them at once, so
-        that sharded ranks run equally many forward passes."""
+        """Return the rows of several micro-batches as the rows of one call. TRL's method scores all of them at once, so
+        that sharded ranks run equally many forward passes.
+
+        Args:
+            rows: the current micro-batch as a scoring component takes it.
+            ahead: the micro-batches, the current one first.
+        """
 
         def joined(name: str) -> Tensor:
             return torch.cat([micro[name] for micro in ahead])
@@ -258,9 +289,9 @@ class ScoringCall:
     # --- what the run keeps -----------------------------------------------------------------------------------------
 
     def _keep(self, scores: Scores) -> None:
-        """Keep what the run needs of a micro-batch's scores: old log-probs that were still to come, copies for TRL's
-        metrics, the scores themselves for an algorithm's terms of the loss; and log what differs from the engine.
-        Collective."""
+        """Store what the run needs of a micro-batch's scores: old log-probs that were still to be computed, copies for
+        TRL's metrics, and the scores themselves for the terms that an algorithm adds to the loss. Log the metrics of
+        router replay and of truncated sampling. Collective."""
         run, trainer, micro_batch = self.run, self.trainer, self.run.micro_batch
         if micro_batch is None:
             return
@@ -302,7 +333,8 @@ class ScoringCall:
 
 
 def completions_of(attention_mask: Tensor, completion_length: int) -> Tensor:
-    """Return a (B, P + C) bool mask of the positions right before those completion tokens that are attended to."""
+    """Return a (B, P + C) bool mask of the positions right before those completion tokens that are attended to: the
+    logits there give the tokens' log-probs."""
     scored = torch.zeros_like(attention_mask, dtype=torch.bool)
     scored[:, -completion_length - 1 : -1] = attention_mask[:, -completion_length:] != 0
     return scored

@@ -1,5 +1,5 @@
-"""A measurement of how far the trainer's log-probs depend on the micro-batch's shape (rows and padding), which is told
-apart from rounding differences of the engine.
+"""A measurement of how far the trainer's log-probs depend on the micro-batch's shape (rows and padding), apart from
+rounding differences between engine and trainer.
 
 Kernels sum in an order that depends on how many rows and how much padding they get, and a model may let rows see each
 other. Engine and trainer then differ, though the engine is not the cause. So one row of a rank is scored once more,
@@ -38,8 +38,8 @@ PICTURES = ("pixel_values", "image_grid_thw", "num_images", "token_type_ids", "m
 
 
 UNMEASURED = "log-probs not compared"
-"""The key in a recording's facts that is set where the run compared no log-probs, because `max_logprob_gap` was
-infinite."""
+"""The key in a recording's facts (`recording.json`) that is set where the recorded run compared no log-probs, because
+`max_logprob_gap` was infinite."""
 
 
 def switched_off(max_logprob_gap: float | None, replayed: Mapping[str, Any] | None) -> bool:
@@ -53,15 +53,16 @@ def switched_off(max_logprob_gap: float | None, replayed: Mapping[str, Any] | No
 
 
 def measurable(batch: Mapping[str, Any]) -> bool:
-    """Return whether rows of a batch can be scored alone, and have log-probs of both trainer and engine."""
+    """Return whether rows of a batch can be scored alone (which rows with images cannot), and have log-probs of both
+    trainer and engine."""
     return {OLD, SAMPLED, "prompt_ids"} <= batch.keys() and not batch.keys() & set(PICTURES)
 
 
 def alone(batch: Mapping[str, Any], row: int) -> dict[str, Any]:
-    """Return one row of a batch as a batch of its own, without padding, so that it can be scored alone.
+    """Return one row of a batch as a batch of size 1, without padding, so that it can be scored alone.
 
     Args:
-        batch: a batch of TRL's, see `measurable`.
+        batch: a batch of TRL's for which `measurable` is True.
         row: the row's number.
     """
     prompt, mask = batch["prompt_mask"][row].bool(), batch["completion_mask"][row]
@@ -95,7 +96,7 @@ def parts(one: Mapping[str, Any], scored: Tensor) -> Tensor:
     ROUNDING, and the number of tokens.
 
     Args:
-        one: the row, see `alone`.
+        one: the row as a batch of size 1, which `alone` returns.
         scored: (1, T), the trainer's log-probs of the row alone.
     """
     tokens = compared(one)
@@ -131,10 +132,11 @@ def fault(one: Mapping[str, Any], scored: Tensor, row: int, allowed: tuple[float
     micro-batch, but not when scored alone. Return None if it does not.
 
     Args:
-        one: the row, see `alone`.
+        one: the row as a batch of size 1, which `alone` returns.
         scored: (1, T), the trainer's log-probs of the row alone.
         row: the row's number, for the text.
-        allowed: the allowed differences, see `weights.verify.allowed_gap`.
+        allowed: the largest difference of one token's log-probs that is allowed, in nats, and the share of tokens that
+            may differ by more.
     """
     tokens, ids = compared(one), one["completion_ids"]
     within = disagreement(one[SAMPLED], scored, tokens, ids, allowed) is None

@@ -1,1 +1,2 @@
-"""Algorithms for GRPO: which groups are trained on, and how much each completion counts."""
+"""Algorithms for GRPO: which groups (the completions of one prompt) are trained on, and how much each completion
+counts."""

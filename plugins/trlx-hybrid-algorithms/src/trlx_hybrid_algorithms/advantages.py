@@ -1,4 +1,4 @@
-"""Algorithms that set how much each completion of a group counts."""
+"""Algorithms that compute advantages: how much each completion of a group (the completions of one prompt) counts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trlx_hybrid.contract.protocols import Algorithm, Groups
 
 
 class LeaveOneOut(Algorithm):
-    """A completion's reward minus the mean reward of the group's other completions.
+    """An algorithm whose advantage is a completion's reward minus the mean reward of the group's other completions.
 
     This is unbiased, unlike TRL's mean, which includes the completion's own reward.
 
@@ -18,8 +18,8 @@ class LeaveOneOut(Algorithm):
     name = "leave_one_out"
 
     def advantages(self, groups: Groups) -> Tensor:
-        """Return the reward of each completion minus the mean reward of the others in its group; 0 for one without a
-        reward.
+        """Return the reward of each completion minus the mean reward of the others in its group; 0 for a completion
+        without a reward.
 
         It is computed as n / (n - 1) times the difference from the mean of all n.
 
@@ -27,7 +27,7 @@ class LeaveOneOut(Algorithm):
             groups: the groups and their rewards.
 
         Returns:
-            (groups, completions).
+            The advantages, float32 of shape (groups, completions).
         """
         totals = groups.totals
         scored = (~totals.isnan()).sum(dim=1, keepdim=True)
@@ -36,7 +36,7 @@ class LeaveOneOut(Algorithm):
 
 
 class OptimalBaseline(Algorithm):
-    """A completion's reward minus the length-weighted mean reward of its group.
+    """An algorithm whose advantage is a completion's reward minus the length-weighted mean reward of its group.
 
     As a baseline, this mean approximates the one that gives the policy gradient the least variance.
 
@@ -46,14 +46,14 @@ class OptimalBaseline(Algorithm):
     name = "optimal_baseline"
 
     def advantages(self, groups: Groups) -> Tensor:
-        """Return the reward of each completion minus the mean reward of its group, weighted by length; 0 for one
-        without a reward.
+        """Return the reward of each completion minus the mean reward of its group, in which each reward is weighted by
+        its completion's length; 0 for a completion without a reward.
 
         Args:
             groups: the groups, with their rewards and lengths.
 
         Returns:
-            (groups, completions).
+            The advantages, float32 of shape (groups, completions).
         """
         totals = groups.totals
         weights = groups.lengths.float().masked_fill(totals.isnan(), 0.0)
@@ -63,7 +63,7 @@ class OptimalBaseline(Algorithm):
 
 
 class PassAtK(Algorithm):
-    """An advantage for the best completion of each group only: its lead over the second best.
+    """An algorithm that gives an advantage to the best completion of each group only: its lead over the second best.
 
     The lead is what a completion adds to the best reward of its group.
 
@@ -79,7 +79,7 @@ class PassAtK(Algorithm):
             groups: the groups and their rewards.
 
         Returns:
-            (groups, completions).
+            The advantages, float32 of shape (groups, completions).
         """
         totals = groups.totals.nan_to_num(nan=float("-inf"))
         best, where = totals.max(dim=1)

@@ -1,4 +1,4 @@
-"""A curriculum that prefers prompts that are sometimes solved."""
+"""A curriculum: an algorithm that draws more often the prompts that are sometimes solved, neither always nor never."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ from .options import CurriculumOptions
 
 
 class Curriculum(Algorithm):
-    """Draws training prompts with probabilities proportional to p(1 - p), where p is a prompt's recorded solve rate.
+    """An algorithm that draws training prompts with probabilities proportional to p(1 - p), where p is a prompt's
+    recorded solve rate.
 
     A share of the draws (`CurriculumOptions.explore`) is uniform. A prompt that was never sampled counts as p = 1/2.
     Where rewards are 0 or 1, p(1 - p) is their variance, and so measures how much a group teaches.
 
     After: Learning to Reason at the Frontier of Learnability, arXiv 2502.12272, which samples candidates anew and takes
     the best.
+
+    Args:
+        options: the user's options.
+        seed: the run's seed, from which the draws follow.
     """
 
     name = "curriculum"
@@ -37,7 +42,7 @@ class Curriculum(Algorithm):
             size: the number of rows in the dataset.
 
         Returns:
-            Row numbers of the dataset.
+            The row numbers, in the training dataset, of the prompts that were drawn.
         """
         seed = request_seed(self._seed, "curriculum", self._draws, 0, 0, turn=0)
         self._draws += 1
@@ -53,7 +58,8 @@ class Curriculum(Algorithm):
         return [rows[i % size] for i in range(count)]
 
     def observe(self, groups: Groups) -> None:
-        """Update the recorded solve rates of prompts.
+        """Update the recorded solve rates of the prompts of some groups. The solve rate that a group shows is its mean
+        reward, scaled so that the option `lowest` gives 0 and `highest` gives 1; it is averaged with the earlier rate.
 
         Args:
             groups: the groups that were sampled, with their rewards and the dataset's row of each prompt.
@@ -66,7 +72,7 @@ class Curriculum(Algorithm):
                 self._rates[row] = self._options.memory * before + (1 - self._options.memory) * rate
 
     def note(self) -> str:
-        """Return a line for the report: how prompts are drawn."""
+        """Return the line about this algorithm that is printed when a run starts: how prompts are drawn."""
         return f"prompts by how often they are solved, {self._options.explore:.0%} of them whatever is known"
 
     def state(self) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ from .options import PositiveNllOptions
 
 
 class PositiveNll(Algorithm):
-    """The negative log-likelihood of completions with a positive advantage, as an additional loss term.
+    """An algorithm that adds the negative log-likelihood of completions with a positive advantage to the loss.
 
     It reinforces successful completions even where the clipped loss no longer has a gradient for them.
 
@@ -24,11 +24,11 @@ class PositiveNll(Algorithm):
         self._options = options
 
     def loss(self, scores: Scores, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the term for a micro-batch's loss: the option `weight` times the mean negative log-likelihood of the
-        trained tokens whose advantage is positive; 0 if there are none.
+        """Return the term to add to a micro-batch's loss: the option `weight` times the mean negative log-likelihood of
+        the trained tokens whose advantage is positive; 0 if there are none.
 
         Args:
-            scores: log-probs of the tokens, (B, C).
+            scores: log-probs of the completions' tokens, (B, C).
             batch: the micro-batch of TRL, with `advantages`, `completion_mask` and, if tools were called, `tool_mask`.
         """
         mask = batch["completion_mask"] * batch.get("tool_mask", 1)
@@ -37,5 +37,6 @@ class PositiveNll(Algorithm):
         return -self._options.weight * (scores.log_probs * mask).sum() / mask.sum().clamp(min=1)
 
     def note(self) -> str:
-        """Return a line for the report: the weight of the additional loss term."""
+        """Return the line about this algorithm that is printed when a run starts: the weight of the additional loss
+        term."""
         return f"{self._options.weight:g} times the negative log-likelihood of better completions"

@@ -13,8 +13,8 @@ class DynamicSamplingOptions:
 
     Attributes:
         rounds: how many times prompts are sampled for one batch, at most.
-        oversampling: how many times the batch's number of prompts the first round samples. With more, fewer batches
-            need a second round, which takes about as long as its longest completion.
+        oversampling: the number of prompts that the first round samples, as a multiple of the batch's number of
+            prompts. With more, fewer batches need a second round, which takes about as long as its longest completion.
         function: number of the reward function, from 0, whose rewards must differ. None: the rewards of all functions,
             weighted and summed. A penalty for length or format makes this sum differ in most groups.
     """
@@ -73,10 +73,11 @@ class LengthRewardOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PositiveNllOptions:
-    """Settings of `positive_nll`, which adds the negative log-likelihood of completions with a positive advantage.
+    """Settings of `positive_nll`, which adds the negative log-likelihood of completions with a positive advantage to
+    the loss.
 
     Attributes:
-        weight: the factor with which it is added to the loss.
+        weight: the factor of this term of the loss.
     """
 
     weight: float = 0.1

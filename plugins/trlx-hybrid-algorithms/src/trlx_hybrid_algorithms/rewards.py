@@ -1,4 +1,4 @@
-"""Algorithms that change rewards by comparing the completions of a group."""
+"""Algorithms that change rewards by comparing the completions of a group, which is all completions of one prompt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .options import LengthRewardOptions
 
 
 class LengthReward(Algorithm):
-    """A bonus for short right completions, and a penalty for long ones.
+    """An algorithm that adds a bonus to the reward of short right completions, and a penalty to that of long ones.
 
     Wrong completions gain nothing by being short, and lose by being long. The bonus is added to the reward of the first
     function that has a weight other than 0 and returned a reward for the completion.
@@ -23,10 +23,17 @@ class LengthReward(Algorithm):
         self._options = options
 
     def rewards(self, groups: Groups) -> Tensor:
-        """Return the rewards with weight * (1/2 - position) added to each scored completion.
+        """Return the rewards, changed so that each scored completion's weighted sum of rewards rises by weight * (1/2 -
+        position).
 
         The position is that of the completion's length between the group's shortest scored completion, 0, and its
         longest, 1. For wrong completions a positive bonus becomes 0.
+
+        Args:
+            groups: the groups, with their rewards and lengths.
+
+        Returns:
+            The changed rewards, in the shape of `groups.rewards`.
         """
         scored, lengths = ~groups.totals.isnan(), groups.lengths.float()
         shortest = lengths.masked_fill(~scored, float("inf")).amin(dim=1, keepdim=True)
@@ -40,5 +47,5 @@ class LengthReward(Algorithm):
         return groups.rewards + share.where(first, 0.0)
 
     def note(self) -> str:
-        """Return a line for the report: the largest bonus."""
+        """Return the line about this algorithm that is printed when a run starts: the largest bonus."""
         return f"up to {self._options.weight / 2:g} more for the shortest right completion of a group"

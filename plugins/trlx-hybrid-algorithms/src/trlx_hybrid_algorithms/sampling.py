@@ -1,4 +1,4 @@
-"""An algorithm that chooses which groups are trained on."""
+"""An algorithm that chooses which groups (the completions of one prompt) are trained on."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from .options import DynamicSamplingOptions
 
 
 class DynamicSampling(Algorithm):
-    """Keeps only groups whose completions have different rewards, and samples more prompts until the batch is full.
+    """An algorithm that trains only on groups whose completions have different rewards, and samples more prompts until
+    the batch is full.
 
     In groups with equal rewards, every advantage is 0, so they teach nothing.
 
     Args:
+        options: the user's options.
         each: whether TRL normalizes the rewards of each function separately, before it sums them.
 
     Source: DAPO, arXiv 2503.14476, section 3.2.
@@ -55,5 +57,6 @@ class DynamicSampling(Algorithm):
         return differ
 
     def note(self) -> str:
-        """Return a line for the report: the number of rounds and the oversampling."""
+        """Return the line about this algorithm that is printed when a run starts: the number of rounds and the
+        oversampling."""
         return f"up to {self.rounds} rounds a batch, the first with {self.oversampling:g} times its prompts"

@@ -49,8 +49,8 @@ def two_speakers(
         tasks: with a column `tests`, the ground-truth tests of each task: Python sources that raise where a program is
             wrong. All columns are kept, for both speakers. Training keeps their order: shuffle them yourself.
         args: the `GRPOConfig` of the run.
-        coder, tester: return the prompt, text or messages, that asks for a program or for a unit test, given a row of
-            `tasks`.
+        coder: returns the prompt (a text or chat messages) that asks for a program, given a row of `tasks`.
+        tester: returns the prompt that asks for a unit test, given a row of `tasks`.
 
     Raises:
         ConfigError: `args` would put the completions of a task's two prompts into different batches, a task has no
@@ -76,11 +76,11 @@ def matrix_rewards(
     deviation.
 
     Args:
-        truth: (n, t), whether a program passes a ground-truth test.
-        judged: (n, m), whether a program passes a generated test.
+        truth: n rows of t values, whether a program passes a ground-truth test.
+        judged: n rows of m values, whether a program passes a generated test.
 
     Returns:
-        (n,) in [0, 1] and (m,) in [-1, 1].
+        The rewards of the n programs, in [0, 1], and those of the m generated tests, in [-1, 1].
     """
     programs = [sum(row) / len(row) for row in truth]
     right = [row for row, reward in zip(judged, programs, strict=True) if reward == 1.0]
@@ -98,17 +98,19 @@ class CureReward:
 
     Collective: all ranks must call it, because the completions of a task may be on several ranks.
 
-    Every program is run with the ground-truth tests of its task and with all generated tests, and each rank runs its
-    share of the programs. `matrix_rewards` rewards both. A completion without a program passes no test; a completion
-    without a test passes no program.
+    Every program is run with the ground-truth tests of its task and with all tests generated for this task, and each
+    rank runs its share of the programs. `matrix_rewards` computes the rewards of programs and tests. A completion
+    without a program passes no test; a completion without a test passes no program.
 
     Logs `cure/pass@1`, the share of programs that are right; `cure/precision`, the share of generated tests that all
     right programs pass, over tasks that have a right program; `cure/seconds`, the time of the sandbox; and
-    `cure/unfinished`, the share of runs that its `batch_seconds` did not reach, where there are any.
+    `cure/unfinished`, the share of tests that were not run to their end within the sandbox's `batch_seconds`, where
+    there are any.
 
     Args:
-        program, test: return the Python source in the text of a completion, or None. A test is executed with the
-            program's names and fails the program by raising.
+        program: returns the Python source of the program in the text of a completion; None if it has none.
+        test: returns the Python source of the test in the text of a completion; None if it has none. A test is executed
+            with the program's global names, and rejects the program by raising.
         sandbox: runs the programs, isolated and within its limits.
     """
 
@@ -130,12 +132,11 @@ class CureReward:
         Args:
             completions: the completions, texts or lists of messages.
             log_metric: TRL's function that logs a metric, by name and value; None logs nothing.
-            columns: the dataset's columns for these rows.
+            columns: the dataset's columns for these rows; `task_id`, `speaker` and `tests` are used.
 
         Raises:
-            ConfigError: a row does not come from `two_speakers`, or a batch has tests of a task and none of its
-                programs.
-            SandboxError: on all ranks, where one of them could not run programs.
+            ConfigError: a row does not come from `two_speakers`, or a batch has tests of a task but no programs of it.
+            SandboxError: on all ranks, if any of them could not run programs.
         """
         absent = [name for name in (TASK, SPEAKER, TESTS) if name not in columns]
         if absent:

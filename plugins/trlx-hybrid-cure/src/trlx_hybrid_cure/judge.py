@@ -1,9 +1,10 @@
-"""The process that judges programs by their tests. It executes none of them itself, but has other processes do so.
+"""The judge: the process that judges programs by their tests. It executes neither itself, but has other processes do
+so.
 
-`sandbox` starts this process, which imports only the standard library and this package. It reads jobs, each a program
-with its tests, from standard input, and writes the verdicts to standard output. Each program and each test runs in a
-process of its own. A third process, which has read neither programs nor tests, forks them. All messages between a
-program and a test pass through this process. So a program never sees a test, and cannot send a verdict.
+The module `sandbox` starts this process, which imports only the standard library and this package. It reads jobs, each
+a program with its tests, from standard input, and writes the verdicts to standard output. Each program and each test
+runs in a process of its own, forked by a helper process that has read neither programs nor tests. All messages between
+a program and a test pass through the judge. So a program never sees a test, and cannot send a verdict.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ GONE = (EOFError, OSError)  # TimeoutError is one, too: it is caught before
 
 @dataclass
 class Limits:
-    """The limits for the programs and tests that a judging process has executed.
+    """The limits that programs and tests must keep when the judge has them executed.
 
     Attributes:
-        seconds: CPU time of a program, and of each test, in seconds.
-        wall: wall time of a program, and of each test, in seconds.
-        memory: address space of a process, in bytes.
-        batch: wall time of all jobs together, in seconds.
+        seconds: largest CPU time of a program, and of each test, in seconds.
+        wall: largest wall time of a program, and of each test, in seconds.
+        memory: largest address space of a process, in bytes.
+        batch: largest wall time of all jobs (programs with their tests) together, in seconds.
     """
 
     seconds: float
@@ -47,12 +48,13 @@ class Limits:
 
 
 class Nursery:
-    """Starts the processes of programs and tests, by means of a helper process that was forked before any job was read.
+    """Starts the processes that execute programs and tests, by means of a helper process that is forked before any
+    program or test is read.
 
-    The helper forks them, so that they begin without another program or test in their memory.
+    The helper forks these processes, so that they begin without another program or test in their memory.
 
     Args:
-        filtered: whether the kernel is to refuse system calls of these processes.
+        filtered: whether the kernel is to filter the system calls of these processes (`walls.restrict`).
     """
 
     def __init__(self, filtered: bool) -> None:
@@ -67,8 +69,9 @@ class Nursery:
         """Start a process that executes one program or one test, and return it with the connection to it.
 
         Args:
-            asked: what is sent to the process: `source`; the limits `seconds`, `memory` and `sources` (see
-                `program.confine`); and for a test `nonce`, a random secret.
+            asked: what is sent to the process: `source`, the Python source; `seconds`, the CPU time of each source that
+                the process serves; `sources`, their number; `memory`, the address space in bytes; and for a test
+                `nonce`, a random secret that the process sends back with the verdict.
         """
         ours, theirs = socket.socketpair()
         socket.send_fds(self._ours, [START + bytes(4)], [theirs.fileno()])
@@ -104,8 +107,8 @@ class Running:
     """A process that `Nursery` started, and that executes a program or a test.
 
     Attributes:
-        process: its process id.
-        channel: this process's end of the connection to it.
+        process: the id of the process.
+        channel: the judge's end of the connection to the process.
     """
 
     process: int
@@ -113,11 +116,12 @@ class Running:
 
 
 def start_processes(orders: socket.socket, filtered: bool) -> NoReturn:
-    """Start and kill processes as the judge orders, until the judge is gone. The main loop of the nursery's helper.
+    """Start and kill processes as the judge orders, until the judge is gone. This is the main loop of the helper
+    process of `Nursery`.
 
     Args:
         orders: the socket to the judge: orders come in, process ids and wait statuses go out.
-        filtered: have the kernel refuse system calls to the processes.
+        filtered: whether the kernel is to filter the system calls of the started processes (`walls.restrict`).
     """
     end_with_parent()
     quiet = os.open(os.devnull, os.O_RDWR)
@@ -145,9 +149,9 @@ class Judge:
 
     Attributes:
         nursery: starts the processes of programs and tests.
-        limits: the limits.
-        endless: verdict by source of each test that exceeded a time limit without using the program. Such a test would
-            do so with every other program, so it is not run again.
+        limits: the limits of time and memory.
+        endless: the tests that exceeded a time limit without using anything of the program, with their verdicts, CPU or
+            WALL, by the test's source. Such a test would exceed it with every program, so it is not run again.
     """
 
     nursery: Nursery
@@ -271,7 +275,7 @@ class Exchange:
 
     Attributes:
         test, program: the two processes.
-        waited: the process whose message is awaited.
+        waited: the one of them whose message is awaited.
         uses: whether the test uses anything of the program.
         depth: how many requests of the program, such as calls of a function that the test passed to it, the test has
             not answered yet.
@@ -288,10 +292,10 @@ class Exchange:
         """Pass messages on until the test's process sends its verdict, and return that message.
 
         Args:
-            deadline: the time on the monotonic clock, in seconds, by which it must have arrived.
+            deadline: the time on the monotonic clock, in seconds, by which the verdict must have arrived.
 
         Raises:
-            TimeoutError: the process in `waited` took too long.
+            TimeoutError: the verdict did not arrive in time; `waited` is the process that was computing.
             EOFError, OSError: the process in `waited` ended.
         """
         while True:
@@ -329,7 +333,7 @@ def main(walls: str) -> None:
     output as JSON.
 
     Args:
-        walls: the kind of isolation, a value of `Sandbox.walls` that is not None.
+        walls: the kind of isolation: "bubblewrap", "namespaces" or "limits".
     """
     enclose(namespaces=walls == "namespaces")
     filtered = can_restrict()

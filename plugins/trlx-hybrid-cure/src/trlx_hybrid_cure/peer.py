@@ -1,4 +1,4 @@
-"""Remote calls between the process of a test and the process of its program.
+"""Remote calls between the process that executes a test and the process that executes the program under test.
 
 A test reads global names of the program, calls its functions there, and compares the results in its own process. A
 program may call functions that the test passed to it, and use attributes of objects of the test's classes, but nothing
@@ -23,7 +23,7 @@ PREDICATES = {
 }
 """Names of the methods of Python's own data types that return a bool, such as `isdigit`.
 
-A test cannot call them on an object of a class of the program, because such an object could always return True.
+A test cannot call these methods on an object whose class the program defines, because they could always return True.
 """
 
 
@@ -32,7 +32,7 @@ class Peer:
 
     Args:
         channel: the connection.
-        names: the program's global names and their values, at the program's end; None at the test's end.
+        names: in the program's process, the program's global names and their values; in the test's process, None.
 
     Attributes:
         asked: the number of requests that this end has sent.
@@ -46,16 +46,17 @@ class Peer:
         self._exceptions: dict[int, type[BaseException]] = {}
 
     def ask(self, operation: str, *given: Any, **named: Any) -> Any:
-        """Have the other process carry out an operation, and return the result. Requests of the other process are
-        answered while this one waits.
+        """Have the other process carry out an operation, and return the result. While this process waits for it, it
+        answers requests of the other process.
 
-        If an argument is a list, dict, set or bytearray, it is changed as the operation changed its copy in the other
-        process.
+        If an argument is a list, dict, set or bytearray, this process changes it in the way in which the operation has
+        changed its copy in the other process.
 
         Args:
-            operation: "begin" or "names" to get values of the program's global names ("begin": for a new test); "call"
-                to call the first argument; otherwise the name of a function in `builtins` or `operator`.
-            given, named: the operation's arguments.
+            operation: "begin" (once, at the start of a test) or "names" to get a dict of the program's global names,
+                given as arguments, with their values; "call" to call the first argument with the others; otherwise
+                the name of a function in `builtins` or `operator`.
+            given, named: the operation's arguments, by position and by name.
 
         Raises:
             Exception: the exception that the operation raised in the other process.
@@ -155,10 +156,10 @@ class Peer:
         return id(value)
 
     def _content(self, value: object) -> list[object]:
-        """Return a list with the content of an object of a class that derives from a plain type (see `wire`), encoded
-        as that type.
+        """Return a list of one item: the content of an object whose class derives from one of Python's own data types
+        (a plain type, such as list), encoded as this type.
 
-        The list is empty if the class derives from no plain type, or if the content holds values that are not plain.
+        The list is empty if the class derives from no plain type, or if the content holds values of other types.
         """
         for base, content in BASES.items():
             if issubclass(type(value), base):
@@ -193,14 +194,15 @@ class Peer:
 
 
 def refuse(value: object) -> NoReturn:
-    """Raise TypeError. It is passed to `encode` as `number` where all values have to be plain."""
+    """Raise TypeError for a value that is not of one of Python's own data types. The function is passed to `encode` as
+    the argument `number`, where no other values are allowed."""
     raise TypeError(type(value).__name__)
 
 
 def restore(old: Any, new: Any) -> None:
     """Change a mutable value in place, so that its content equals that of a copy which the other process has changed.
 
-    Items that are mutable, and of the same type as before, stay the same objects.
+    An item that is mutable itself, and whose type is the same in the copy, is changed in place as well, not replaced.
 
     Args:
         old: the list, dict, set or bytearray to change.
@@ -234,7 +236,8 @@ def kept(old: Any, new: Any) -> Any:
 
 
 class Remote:
-    """A stand-in for an object of the other process. What is done to the stand-in is done there to the object.
+    """A stand-in for an object of the other process. What is done to the stand-in (a call, an attribute access, an
+    operator) is done to the object in its process.
 
     A value is called plain if it is of one of Python's own data types. A stand-in equals no plain value, unless the
     object's class derives from a plain type and its content, as that type, is equal. An operator applied to a stand-in
@@ -294,11 +297,12 @@ def asked(of: Remote, operation: str, *given: object, **named: object) -> Any:
 
     Args:
         of: the `Remote` that stands for the object.
-        operation: the operation's name, as in `Peer.ask`.
+        operation: "call", or the name of a function in `builtins` or `operator`, such as "len".
         given, named: the arguments after the object.
 
     Raises:
-        TypeError: the operation would convert an object to a plain value although it was marked by `heard_plain`.
+        TypeError: the operation would convert an object to a value of one of Python's own data types, although the
+            object is marked (see `heard_plain`).
     """
     peer: Peer = object.__getattribute__(of, "_peer")
     heard = object.__getattribute__(of, "_heard")
@@ -309,10 +313,11 @@ def asked(of: Remote, operation: str, *given: object, **named: object) -> Any:
 
 
 def heard_plain(found: Remote) -> Remote:
-    """Mark the result of an operator on a program's object and a plain value, and return it.
+    """Mark the result of an operator on a program's object and a plain value (one of Python's own data types), and
+    return it.
 
-    The program has seen the plain value, and could return whatever makes the test pass. So a marked object cannot be
-    converted to a plain value.
+    The program has seen the plain value, which may be the expected result, and could return whatever makes the test
+    pass. So a marked object cannot be converted to a plain value.
 
     Args:
         found: the result, a `Remote`.
@@ -322,23 +327,26 @@ def heard_plain(found: Remote) -> Remote:
 
 
 def plain(value: Remote) -> list[Any]:
-    """Return a list with the plain content of the object that a `Remote` stands for; [] if its class derives from no
-    plain type."""
+    """Return a list of one item: the content of the object that a `Remote` stands for, converted to the data type of
+    Python (such as list) from which the object's class derives. The list is empty if the class derives from none."""
     found: list[Any] = object.__getattribute__(value, "_content")
     return found
 
 
 def converting(name: str) -> Callable[..., object]:
-    """Return a special method for `Remote` that has the other process carry out an operation, such as "len" for
-    `__len__`."""
+    """Return a special method for the class `Remote`, which has the other process carry out an operation.
+
+    Args:
+        name: name of the operation, such as "len" for the method `__len__`.
+    """
     return lambda self, *given: asked(self, name, *given)
 
 
 def operating(name: str, reflected: bool = False) -> Callable[..., object]:
-    """Return a special method for `Remote` that implements an operator with two operands.
+    """Return a special method for the class `Remote`, which implements an operator with two operands.
 
-    If the other operand is plain and the object has a plain content, the operator is applied to that content, in this
-    process. Otherwise the other process computes the result.
+    If the other operand is of one of Python's own data types, and the object's class derives from such a type, the
+    operator is applied to the object's content, in this process. Otherwise the other process computes the result.
 
     Args:
         name: name of the operator's function in the module `operator`.

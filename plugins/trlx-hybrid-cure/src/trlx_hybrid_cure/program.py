@@ -1,6 +1,7 @@
-"""The processes that execute what a model wrote: one for each program, and one for each test of it.
+"""The code of the processes that execute what a model wrote: one process for each program, and one for each of its
+tests.
 
-They are forked from a process that has neither read a program nor a test. Each reads only its own source, from its
+These processes are forked from one that has read neither programs nor tests. Each reads only its own source, from its
 socket.
 """
 
@@ -30,16 +31,15 @@ REFUSALS = (
     (("os.kill", "signal.", "ctypes.", "resource.", "sys.addaudithook"), Verdict.REFUSED),
     (("os.", "shutil.", "tempfile.", "sqlite3."), Verdict.FILES),
 )
-"""Prefixes of Python's audit events (`sys.addaudithook`), with the verdict on a source that causes such an event.
-
-The first matching prefix decides; None allows the event.
-"""
+"""Prefixes of the names of Python's audit events (`sys.addaudithook`), with the verdict on a program or test that
+causes an event with this prefix. The first matching prefix decides; None allows the event."""
 
 
 def audit(event: str, given: tuple[Any, ...]) -> None:
-    """End this process if an audit event shows that the executed source is about to do something forbidden.
+    """End this process if an audit event shows that the executed code is about to do something forbidden.
 
-    The function is a hook for `sys.addaudithook`. The exit status tells the judge the verdict.
+    The function is a hook for `sys.addaudithook`. The exit status tells the verdict to the judge, the process that
+    collects the verdicts.
 
     Args:
         event: name of the audit event, such as "open".
@@ -53,12 +53,12 @@ def audit(event: str, given: tuple[Any, ...]) -> None:
 
 
 def be_process(descriptor: int, filtered: bool) -> NoReturn:
-    """Do all that a freshly forked process has to do: read one program or test from its socket, set its limits, execute
-    it, and exit.
+    """Run a freshly forked process: read one program or test from the socket, set the process's limits, execute what
+    was read, and exit.
 
     Args:
-        descriptor: file descriptor of the socket to the judge.
-        filtered: whether to have the kernel refuse system calls of this process.
+        descriptor: file descriptor of the socket to the judge, the process that collects the verdicts.
+        filtered: whether to have the kernel filter the system calls of this process (`walls.restrict`).
     """
     end_with_parent()
     channel = Channel(os.dup2(descriptor, 3))
@@ -73,14 +73,14 @@ def be_process(descriptor: int, filtered: bool) -> NoReturn:
 
 
 def confine(seconds: float, memory: int, sources: int, filtered: bool) -> None:
-    """Set the limits of this process, and forbid it what no source may do, before it executes one.
+    """Set the limits of this process, and forbid it what programs and tests must not do, before it executes one.
 
     Args:
-        seconds: limit of CPU time for each source, in seconds.
+        seconds: limit of CPU time for each source (a program or a test), in seconds.
         memory: limit of the address space, in bytes.
-        sources: for how many sources this process may need CPU time: 1 for a test; for a program, the program itself
-            and all of its tests, because it executes what they call.
-        filtered: whether to have the kernel refuse system calls of this process.
+        sources: for how many sources this process may need CPU time: 1 for a test; for a program, 1 plus the number of
+            its tests, because the program's process executes the functions that they call.
+        filtered: whether to have the kernel filter the system calls of this process (`walls.restrict`).
     """
     total = int(seconds * sources) + 1  # the timer below is finer, but a source could stop it
     resource.setrlimit(resource.RLIMIT_CPU, (total, total + 1))
@@ -102,7 +102,7 @@ def execute_program(channel: Channel, source: str, seconds: float) -> None:
     closes the connection.
 
     Args:
-        channel: the connection to the judge, which also passes on the tests' requests.
+        channel: the connection to the judge, which collects the verdicts and passes on the tests' requests.
         source: the program's source.
         seconds: limit of CPU time for the program's answers to each test, in seconds.
     """
@@ -122,7 +122,7 @@ def execute_test(channel: Channel, source: str, nonce: bytes) -> None:
     """Execute a test with the global names of the program, and send the verdict to the judge.
 
     Args:
-        channel: the connection to the judge.
+        channel: the connection to the judge, which collects the verdicts and passes on the test's requests.
         source: the test's source.
         nonce: a random secret. It is sent with the verdict, to show that the verdict was not written by the executed
             test.
@@ -149,7 +149,17 @@ class Asking(Channel):
     """The connection to the judge, as a test uses it to send requests to its program."""
 
     def send(self, frame: bytes, deadline: float | None = None) -> None:
-        """Write a message that the judge is to pass on to the program. See `Channel.send`."""
+        """Write a message that the judge is to pass on to the program.
+
+        Args:
+            frame: the bytes to send.
+            deadline: the time on the monotonic clock, in seconds, by which the judge must have taken them; None waits
+                without a limit.
+
+        Raises:
+            TimeoutError: the deadline has passed.
+            OSError: the judge has closed the connection.
+        """
         super().send(FOR_PROGRAM + frame, deadline)
 
 
@@ -170,8 +180,8 @@ def named(peer: Peer, name: str) -> Any:
 
 
 def refuse_other_meanings(found: Mapping[str, object], modules: set[str]) -> None:
-    """Raise NameError if a program redefines a name of Python that the test uses: with its own `abs`, a wrong result
-    could pass.
+    """Raise NameError if a program redefines a builtin or a standard-library module that the test uses: with an `abs`
+    of the program, a wrong result could pass.
 
     Args:
         found: the program's global names that the test uses, with their values.

@@ -40,9 +40,9 @@ class ProgramTests(NamedTuple):
     Attributes:
         program: Python source.
         tests: Python sources, one per test. A test is executed with the program's global names, and fails by raising.
-        trusted: the number of tests, counted from the first, that are known to be right (ground truth). If one of these
+        trusted: how many of the tests, from the first, are known to be right (ground truth). If one of these tests
             exceeds a time limit, the program is to blame: it is not started again, and all later tests get the same
-            verdict, `Verdict.CPU` or `Verdict.WALL`.
+            verdict as this test, `Verdict.CPU` or `Verdict.WALL`.
     """
 
     program: str
@@ -142,8 +142,8 @@ class Sandbox:
 
 
 def shared_cores() -> int:
-    """Return how many cores this rank may use: those of this process, divided by the ranks on this machine; at least
-    1."""
+    """Return how many CPU cores this rank may use: those that this process may run on, divided by the number of ranks
+    on this machine; at least 1."""
     return max(len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
 
 
@@ -152,8 +152,9 @@ def run_jobs(jobs: Sequence[ProgramTests], walls: str, limits: dict[str, float])
 
     Args:
         jobs: the programs with their tests; they are judged one after the other.
-        walls: the kind of isolation, a value of `Sandbox.walls` that is not None.
-        limits: the fields of `judge.Limits` by name: `seconds`, `wall`, `memory` and `batch`.
+        walls: the kind of isolation: "bubblewrap", "namespaces" or "limits".
+        limits: "seconds" and "wall", the CPU time and the wall time of a program or test, in seconds; "memory", the
+            address space of a process, in bytes; "batch", the wall time of all jobs together, in seconds.
 
     Raises:
         SandboxError: the process failed, or did not answer in time.
@@ -165,11 +166,14 @@ def answer_of_judge(jobs: Sequence[ProgramTests], walls: str, limits: dict[str, 
     """Start the judging process (the module `judge`), send it some jobs, and return its answer.
 
     Args:
-        jobs, walls, limits: as for `run_jobs`.
+        jobs: the programs with their tests.
+        walls: the kind of isolation: "bubblewrap", "namespaces" or "limits".
+        limits: "seconds" and "wall", the CPU time and the wall time of a program or test, in seconds; "memory", the
+            address space of a process, in bytes; "batch", the wall time of all jobs together, in seconds.
 
     Returns:
-        A dict: "verdicts", a list of verdicts for each job, and "filtered", whether the kernel can filter the system
-            calls of the programs.
+        A dict: "verdicts", a list of verdicts (as texts) for each job, and "filtered", whether the kernel can filter
+        the system calls of the programs.
 
     Raises:
         SandboxError: the process failed, or did not answer in time.

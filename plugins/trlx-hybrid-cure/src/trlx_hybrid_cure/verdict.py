@@ -1,4 +1,5 @@
-"""The verdicts on a program with a test, and how one is derived from an exception or from the end of a process."""
+"""The verdicts on running a program with a test, and functions that derive a verdict from an exception or from the way
+in which a process ended."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ class Verdict(StrEnum):
         PASSED: the test ran to its end without raising.
         FAILED: an assertion does not hold.
         ERROR: the code raised another exception, is not valid Python, or exited.
-        CPU, WALL, MEMORY: it exceeded the limit of CPU time, wall time or memory. It exceeds wall time alone if it
-            waits for something.
-        FILES, PROCESSES, NETWORK: it tried to change a file, to start a process, or to open a socket.
-        REFUSED: it tried to send a signal or to call native code.
-        CRASHED: a signal ended its process, as after a segmentation fault.
-        BUDGET: it was not run to its end, because the time of the whole batch had passed.
+        CPU, WALL, MEMORY: the code exceeded the limit of CPU time, wall time or memory. Code that waits for something
+            exceeds wall time alone.
+        FILES, PROCESSES, NETWORK: the code tried to change a file, to start a process, or to open a socket.
+        REFUSED: the code tried to send a signal or to call native code.
+        CRASHED: a signal ended the process that executed the code, as after a segmentation fault.
+        BUDGET: the test was not run to its end, because the time of the whole batch had passed.
     """
 
     PASSED = "passed"
@@ -42,13 +43,14 @@ BY_SIGNAL = {signal.SIGPROF: Verdict.CPU, signal.SIGXCPU: Verdict.CPU, signal.SI
 
 
 def of_error(error: BaseException) -> Verdict:
-    """Return the verdict on a program or test that raised an exception: FAILED, MEMORY or ERROR."""
+    """Return the verdict on a program or test that raised an exception: FAILED for an AssertionError, MEMORY for a
+    MemoryError, else ERROR."""
     kinds = {AssertionError: Verdict.FAILED, MemoryError: Verdict.MEMORY}
     return next((verdict for kind, verdict in kinds.items() if isinstance(error, kind)), Verdict.ERROR)
 
 
 def of_end(status: int) -> Verdict:
-    """Return the verdict on a process that ended before it reported one.
+    """Return the verdict on a program or test whose process ended before it reported a verdict.
 
     Args:
         status: the process's wait status, as `os.waitpid` returns it.

@@ -1,6 +1,6 @@
 """Isolation of the processes that execute programs: their user, the files that they see, the processes that they can
-reach, and a filter of system calls (seccomp), with which the kernel lets them make only those that computing and
-reading files need."""
+reach, and a filter of system calls (seccomp), by which the kernel allows them only the calls that are needed for
+computing and for reading files."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def bubblewrap() -> list[str]:
 
 
 def enclose(namespaces: bool) -> None:
-    """Isolate this process: give up its privileges, its user if that is root, and its view of the machine.
+    """Isolate this process: give up its privileges, become the user nobody if it is root, and, on request, lose sight
+    of the machine's network, files and processes.
 
     Args:
         namespaces: whether to enter new namespaces of network, mounts, IPC and processes. Not needed under bubblewrap,
@@ -192,7 +193,7 @@ def end_with_parent() -> None:
 
 
 def can_restrict() -> bool:
-    """Return whether the kernel of this machine can filter system calls. A forked process tries it."""
+    """Return whether the kernel of this machine can filter system calls, by setting a filter in a forked process."""
     process = os.fork()
     if process == 0:
         try:
@@ -212,7 +213,8 @@ def refused() -> bool:
 
 
 def restrict() -> None:
-    """Have the kernel refuse this process, for the rest of its life, every system call that is not allowed.
+    """Have the kernel refuse this process, for the rest of its life, all system calls but those that are needed for
+    computing and for reading files: those in `ALLOWED`, and a few more with certain arguments (`instructions`).
 
     Raises:
         OSError: the kernel has no such filters, or this process may not set one.
@@ -224,11 +226,11 @@ def restrict() -> None:
 
 
 def instructions(machine: str, process: int) -> list[Instruction]:
-    """Return the program of the filter, instructions of the kernel's packet-filter machine (BPF).
+    """Return the program of the system-call filter, as instructions for the kernel's packet-filter machine (BPF).
 
     Args:
         machine: the processor architecture, as in `os.uname().machine`: "x86_64" or "aarch64".
-        process: id of the process that is to be filtered. It may send signals to itself only.
+        process: id of the process whose calls are to be filtered. The process may send signals to itself only.
     """
     column, name = MACHINES[machine]
     filter_ = [(LOAD, 0, 0, MACHINE), (EQUAL, 1, 0, name), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER)]

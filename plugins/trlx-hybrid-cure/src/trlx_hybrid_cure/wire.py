@@ -33,8 +33,8 @@ COPIED: dict[str, Conversion] = {
     "datetime.datetime": lambda value: [*value.timetuple()[:6], value.microsecond, value.tzinfo],
     "datetime.timedelta": lambda value: [value.days, value.seconds, value.microseconds],
 }
-"""Types of the standard library whose values are copied, too, each with a function that returns the constructor
-arguments for the copy."""
+"""Types of the standard library whose values are copied to the other process, too, by qualified name. Each has a
+function that takes a value and returns the constructor's arguments for the copy."""
 BY_PARTS: dict[type, Conversion] = {
     tuple: list,
     set: list,
@@ -62,8 +62,8 @@ BASES: dict[type, Conversion] = {
     frozenset: lambda value: frozenset(frozenset.__iter__(value)),
     dict: lambda value: dict(dict.items(value)),
 }
-"""Plain types that a class may derive from, each with a function that returns the content of such an object as the
-plain type, without calling methods of the class."""
+"""Python's own data types that a class may derive from. Each has a function that takes an object of a derived class,
+and returns its content as the data type, without calling methods of the class."""
 
 
 class Channel:
@@ -130,12 +130,13 @@ class Channel:
 
 
 def encode(value: Any, number: Conversion) -> Any:
-    """Return `value` as objects that `json.dumps` accepts; `decode` reverses it.
+    """Return a value as objects that `json.dumps` accepts; `decode` reverses it.
 
     Args:
         value: any Python value.
-        number: called with each value that is not plain; returns the JSON object that stands for it, such as one with a
-            number that identifies the value.
+        number: called with each value that cannot be copied, because it is not exactly of one of Python's own data
+            types (or of `COPIED`); returns the JSON object that stands for the value, such as one with a number that
+            identifies it.
     """
     kind: Any = type(value)
     if kind in (type(None), bool, float, str) or (kind is int and -(1 << 63) < value < 1 << 63):
@@ -161,12 +162,12 @@ def encode(value: Any, number: Conversion) -> Any:
 
 
 def decode(said: Any, numbered: Callable[[str, Any], Any]) -> Any:
-    """Return the value that `encode` was given.
+    """Return the value from which `encode` made some JSON.
 
     Args:
         said: the parsed JSON.
-        numbered: called with the kind and the content of each JSON object that stands for a value that is not plain;
-            returns that value or a stand-in.
+        numbered: called for each JSON object that stands for a value which could not be copied, with the object's key
+            and content; returns this value or a stand-in for it.
     """
     if isinstance(said, list):
         return [decode(item, numbered) for item in said]
@@ -191,8 +192,8 @@ def decode(said: Any, numbered: Callable[[str, Any], Any]) -> Any:
 
 
 def is_module(value: object) -> bool:
-    """Return whether `value` is a standard-library module. Such a module is sent by its name, and imported by the
-    receiver."""
+    """Return whether a value is a module of the standard library. Such a module is sent by its name, and the receiver
+    imports it."""
     return type(value) is ModuleType and value.__name__.partition(".")[0] in MODULES
 
 

@@ -42,7 +42,8 @@ class Environment(Protocol):
     Methods may be coroutine functions, which run on an event loop in another thread, or plain functions, which run in
     threads. Many episodes run at once, so what they share must be thread-safe. Plain functions run in the trainer's
     thread with `tools="main"`, and after one of them has raised that it cannot work in another thread. A method that
-    raises, hangs beyond `tool_timeout` or returns something invalid ends its trajectory, which is masked and counted.
+    raises, takes longer than `tool_timeout` or returns something invalid ends its trajectory, which is counted and not
+    trained on.
 
     An optional method `close()` is called when the episode is over, unless a call of the environment hangs.
     """
@@ -72,8 +73,8 @@ class CheckedEnvironment:
 
     Args:
         factory: makes the environment. It is called in the thread in which the environment's plain methods run.
-        runner: runs the methods.
-        event_loop: the event loop for methods that are coroutine functions; None for a loop of this plugin.
+        runner: runs the methods, in threads or on an event loop.
+        event_loop: the event loop for methods that are coroutine functions; None for a loop that `runner` starts.
         sees_images: whether the model takes images, so that observations may contain them.
     """
 
@@ -126,7 +127,7 @@ class CheckedEnvironment:
         return step if shown is step.observation else replace(step, observation=shown)
 
     async def close(self) -> None:
-        """Close the environment, if it has a `close` and no call of it hangs.
+        """Call the environment's `close`, if it has this method and none of its calls hangs.
 
         Raises:
             LostCallError: the environment failed.

@@ -19,7 +19,7 @@ from .tool_calls import LostCallError, run_calls
 from .tools.runner import ToolRunner
 
 _NOTHING: tuple[list[Message], list[int]] = ([], [])
-"""A pair of no tool messages and no token ids, for as long as no messages have been rendered in advance."""
+"""The value of `ToolEpisode._early` while no tool messages have been rendered in advance: no messages, no token ids."""
 
 
 class Episode:
@@ -57,10 +57,13 @@ class Episode:
         raise NotImplementedError
 
     def give_up(self) -> None:
-        """Clean up after the episode broke off. Afterwards `prompt_ids` must not be empty."""
+        """Clean up after the episode broke off. Subclasses may override this, and must leave `prompt_ids` not empty."""
 
     async def run(self) -> None:
-        """Play the whole episode. If time runs out after the first turn, the turns so far are kept."""
+        """Play the whole episode. If its time runs out after the first turn, the turns so far are kept.
+
+        If it breaks off, `conversation` gets the reason as `failure` and a loss mask of zeros, and `failed` is called.
+        """
         conversation = self.conversation
         try:
             try:
@@ -83,7 +86,7 @@ class Episode:
         Args:
             context: token ids of the prompt and of everything after it.
             images: images in the context, or None.
-            room: tokens of the turn at most; None for as many as the run allows.
+            room: the largest number of tokens of the turn; None for as many as the run allows.
         """
         turn = len(self.conversation.turns)
         completion = await Generate(self._request(self._index, turn, context, images, room))
@@ -104,8 +107,8 @@ class Episode:
         """Record what the model is shown between two turns.
 
         Args:
-            ids: the token ids that this adds to the context.
-            messages: the same as chat messages.
+            ids: what the model is shown, as token ids that are added to the context.
+            messages: what the model is shown, as chat messages.
         """
         self.conversation.observed(ids)
         self.conversation.turns[-1].observed = len(ids)
@@ -116,9 +119,12 @@ class ToolEpisode(Episode):
     """An episode of one row, in which the model calls tools and is shown their results.
 
     Args:
-        index, limits, request, failed: as in `Episode`.
+        index: number of the row in this rank's batch.
         dialogue: the row's prompt, its tools, and how messages are parsed and rendered.
+        limits: limits of tokens and turns.
+        request: makes the engine's request for one turn.
         runner: runs the tools.
+        failed: called with the conversation if it breaks off; raises if too many have.
     """
 
     def __init__(
@@ -162,11 +168,12 @@ class ToolEpisode(Episode):
             message = await self._speak(prompt, limits.completion_tokens - length)
 
     async def _speak(self, prompt: list[int], room: int | None) -> Message:
-        """Sample one turn and return it as an assistant's message, {} where nothing was sampled.
+        """Sample one turn, and return it as an assistant's message; after the first turn, an empty dict if no token was
+        sampled. The first turn may be sampled already, in `dialogue.first`.
 
         Args:
             prompt: token ids of the conversation so far.
-            room: tokens of the turn at most; None for as many as the run allows.
+            room: the largest number of tokens of the turn; None for as many as the run allows.
         """
         conversation, dialogue, first = self.conversation, self._dialogue, not self.conversation.turns
         if first and dialogue.first is not None:
@@ -196,9 +203,8 @@ class ToolEpisode(Episode):
             return {"role": "assistant", "content": self._dialogue.decode(token_ids)}
 
     def _render_early(self, answers: list[Message]) -> None:
-        """Render tool messages to token ids in the tool's thread, while the engine's thread takes steps.
-
-        `_rendered` uses the result if it is asked for the same messages.
+        """Render tool messages to token ids in the tool's thread, while the engine's thread takes steps, and store both
+        in `_early`. `_rendered` then need not render these messages.
 
         Args:
             answers: the tool messages of one turn.

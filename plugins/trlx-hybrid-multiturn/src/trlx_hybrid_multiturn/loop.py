@@ -41,8 +41,8 @@ class Observer(Protocol):
 
         Args:
             seconds: duration of the step.
-            sampling: number of requests in the step.
-            finished: key of the request, and completion, of each request that the step finished.
+            sampling: number of requests that were being sampled in the step.
+            finished: key and completion of each request that the step finished.
         """
 
     def moved(self, done: int, sampling: int, calling: int) -> None:
@@ -158,7 +158,7 @@ class Loop:
         self._done = 0
 
     def run(self, trajectories: Sequence[TrajectoryCoroutine]) -> None:
-        """Run all trajectories to their end. If one raises, all are ended, and the exception is raised.
+        """Run all trajectories to their end. If one raises, the others are ended too, and its exception is raised.
 
         Args:
             trajectories: coroutines that have not been started.

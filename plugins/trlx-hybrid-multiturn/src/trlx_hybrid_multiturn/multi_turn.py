@@ -24,13 +24,15 @@ logger = logging.getLogger(__name__)
 
 
 class TrajectoriesFailedError(HybridError):
-    """Raised where more trajectories of a batch broke off than `max_failed` allows. Lists and counts the causes."""
+    """Raised where more trajectories of a batch broke off than the option `max_failed` allows. The message lists and
+    counts the causes."""
 
 
 class MultiTurn(SingleTurn):
     """The rollout that runs a trainer's multi-turn conversations, all of a batch at once on one engine.
 
-    Rows without tools, and requests of a user's `rollout_func`, are sampled as by the rollout `single_turn`.
+    For rows without tools, and for the requests of a user's `rollout_func`, it does as the rollout `single_turn`: it
+    samples one completion for each.
 
     Attributes:
         options: this rollout's options.
@@ -57,12 +59,13 @@ class MultiTurn(SingleTurn):
         Args:
             session: the run, with its engine and metrics.
             dialogues: one for each row of the batch: its prompt, and the tools that the model may call.
-            limits: tokens and turns at which a conversation ends; `max_turns` may lower the turns.
+            limits: tokens and turns at which a conversation ends; the option `max_turns` may lower the turns.
             request: makes the engine's request for one turn.
 
         Raises:
-            TrajectoriesFailedError: more conversations broke off than `max_failed` allows.
-            ConfigError: a tool cannot run where it is configured to run, or no row's last turn can be parsed.
+            TrajectoriesFailedError: more conversations broke off than the option `max_failed` allows.
+            ConfigError: a tool cannot run where it is configured to run, or the parser of tool calls fails at the last
+                turn of every row.
         """
         self.runner.check(
             {name: tool for d in dialogues for name, tool in d.sync_tools.items()},
@@ -91,7 +94,7 @@ class MultiTurn(SingleTurn):
         Args:
             session: the run, with its engine and metrics.
             trajectories: coroutines that each run one episode.
-            conversations: what the episodes fill, one for each coroutine; read for the metrics.
+            conversations: the results, one for each coroutine, which fills it; they are read for the statistics.
         """
         options, runner = self.options, self.runner
         runner.usage.clear()
@@ -118,7 +121,8 @@ class MultiTurn(SingleTurn):
     def failures(self, total: int) -> Callable[[Conversation], None]:
         """Return a function to be called with each conversation of a batch that breaks off.
 
-        It counts them, and raises TrajectoriesFailedError when there are more than `max_failed` allows.
+        The function counts them, and raises TrajectoriesFailedError when there are more than the option `max_failed`
+        allows.
 
         Args:
             total: number of conversations in the batch.
@@ -141,12 +145,12 @@ class MultiTurn(SingleTurn):
 
 
 async def _told(number: int, episode: Episode, tell: Callable[[int, Conversation], None] | None) -> None:
-    """Run an episode to its end, and then report it.
+    """Run an episode to its end, and then pass its conversation to a function, which may start to score it.
 
     Args:
-        number: number of its row in the batch.
+        number: number of the episode's row in the batch.
         episode: the episode.
-        tell: called with the number and the conversation; None if nobody needs to know.
+        tell: the function, called with the number and the conversation; None calls nothing.
     """
     await episode.run()
     if tell is not None:
@@ -155,8 +159,8 @@ async def _told(number: int, episode: Episode, tell: Callable[[int, Conversation
 
 @contextmanager
 def _switching_every(seconds: float) -> Iterator[None]:
-    """A context in which the interpreter switches between threads more often, so that the thread that steps the engine
-    waits less for threads of tools.
+    """Return a context in which the interpreter switches between threads more often, so that the thread that steps the
+    engine waits less for threads of tools. The former interval is restored on exit.
 
     Args:
         seconds: the switch interval (`sys.setswitchinterval`), in seconds.

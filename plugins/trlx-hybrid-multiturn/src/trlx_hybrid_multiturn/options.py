@@ -31,16 +31,18 @@ class MultiTurnOptions:
             and called again. Plain methods of environments run in threads, or in the trainer's thread with
             "main". Asynchronous tools run on the trainer's event loop.
         tool_modes: where single tools run, by name; overrides `tools`.
-        max_tools: calls at once in threads, and as many on the event loop, environments' included. Further calls wait,
-            and their time begins when they start.
-        max_processes: calls at once in processes; by default this rank's share of the machine's CPUs.
-        max_trajectories: trajectories in progress at once; all of them by default.
+        max_tools: the largest number of calls that run at once in threads, and also that on the event loop, including
+            calls of environments. Further calls wait, and their time begins when they start.
+        max_processes: the largest number of calls that run at once in processes; by default this rank's share of the
+            machine's CPUs.
+        max_trajectories: the largest number of trajectories in progress at once; all of them by default.
         tool_timeout: seconds that one call may take. If a tool takes longer, the model is shown an error; if an
             environment does, its trajectory ends.
-        max_answer: characters that the model is shown of one answer of a tool or an environment. A longer answer is cut
-            at its end, with a note that says how much was cut.
+        max_answer: the largest number of characters that the model is shown of one answer of a tool or an environment.
+            A longer answer is cut at its end, with a note that says how much is shown.
         max_seconds: seconds that one trajectory may take; what it has by then is kept, as at a limit of tokens.
-        max_turns: turns of one trajectory, the first included; tool calls of the last turn are not executed.
+        max_turns: the largest number of turns (completions) of one trajectory; tool calls of the last turn are not
+            executed.
         max_failed: share of a batch's trajectories that may break off (end by a failure, and not be trained on) before
             the run stops; one always may, unless this is 0. A tool's own error does not break a trajectory off: the
             model is shown the error.
@@ -48,7 +50,7 @@ class MultiTurnOptions:
         switch_interval: seconds between the interpreter's thread switches during a rollout. Shorter than Python's
             0.005, so that the thread that steps the engine waits less for tools that compute.
         progress: show a progress bar, where the trainer shows one.
-        record, record_limit: older places of the options of these names in `plugin_options["trajectories"]`, which
+        record, record_limit: the older way to set the options of these names in `plugin_options["trajectories"]`, which
             record the trajectories of any rollout.
     """
 

@@ -1,4 +1,4 @@
-"""The hooks that register the multi-turn rollout. The file imports little: loading every plugin must stay cheap."""
+"""The pluggy hooks of this package. The file imports little, because every process loads every plugin."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 
 @hookimpl
 def trlx_register(registry: Registry) -> None:
-    """Register the rollout `multi_turn`."""
+    """Register the class `MultiTurn` as the rollout component `multi_turn`. It needs an engine with `streams`, that is,
+    one that takes requests one at a time."""
     registry.offer(
         "rollout",
         "multi_turn",
@@ -32,7 +33,8 @@ def trlx_register(registry: Registry) -> None:
 
 @hookimpl
 def trlx_configure(session: Session) -> None:
-    """Pass the older option `rollout_options["record"]` on to the plugin `trajectories`, which does the recording."""
+    """Pass the older options `record` and `record_limit` of `rollout_options` on to the plugin `trajectories`, which
+    writes the run's trajectories to a file."""
     rollout = session.selection.rollout
     options = rollout.options if rollout is not None else None
     if not isinstance(options, MultiTurnOptions) or options.record is None:
@@ -46,7 +48,8 @@ def trlx_configure(session: Session) -> None:
 
 @hookimpl
 def trlx_report_header(session: Session) -> str | None:
-    """Return a note for the run's header if it chose `multi_turn` without tools and without an environment."""
+    """Return a line to print when the run starts: a note that it uses the rollout `multi_turn` although the trainer has
+    neither tools nor an environment. None if there is nothing to note."""
     from trlx_hybrid.plugins.selection import PLAYED
 
     selection = session.selection

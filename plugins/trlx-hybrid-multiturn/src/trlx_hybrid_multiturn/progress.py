@@ -50,8 +50,8 @@ class Progress:
 
         Args:
             seconds: its duration, in seconds.
-            sampling: the number of requests in it.
-            finished: the requests that it finished, with their completions.
+            sampling: the number of requests that were being sampled in it.
+            finished: key and completion of each request that the step finished.
         """
         self._steps[sampling, self._runner.busy > 0].append(seconds)
         self.tokens += sum(len(completion.token_ids) for _, completion in finished)
@@ -102,16 +102,18 @@ class Progress:
 def metrics(
     conversations: Sequence[Conversation], usage: Mapping[str, ToolUsage], progress: Progress, stream: Any
 ) -> dict[str, float | list[float]]:
-    """Return a rollout's metrics for the trainer's logs: seconds, counts and shares of this rank's rows.
+    """Return a rollout's metrics for the trainer's logs, by name: seconds, counts and shares of this rank's rows.
 
-    A metric of one turn is a list with one number per trajectory that has such a turn. Few batches may reach the turn,
-    and few trajectories of a batch; a mean over the batches' means would give each of those batches equal weight.
+    A metric of one turn (`hybrid/turn_2/sampled`) is not a number but a list, with a number for each trajectory that
+    has this turn, so that each trajectory has the same weight in the logged mean: the mean of the batches' means would
+    overweight batches in which few trajectories have it. `hybrid/turn_2/reached` has a number for every trajectory.
 
     Args:
         conversations: the rollout's conversations, finished.
-        usage: counters of each tool's calls.
-        progress: timed the rollout's engine steps.
-        stream: the engine's stream, which may count prompt tokens and those found in the prefix cache.
+        usage: counters of each tool's calls, by the tool's name.
+        progress: has timed the rollout and its engine steps.
+        stream: the stream of requests to the engine. It may have the attributes `prompt_tokens`, a count, and
+            `cached_tokens`, how many of them the engine found in its prefix cache.
     """
     turns = [len(c.turns) for c in conversations]
     found: dict[str, float | list[float]] = {
@@ -144,9 +146,9 @@ def heavy_tools(usage: Mapping[str, ToolUsage], progress: Progress, runner: Tool
     for them.
 
     Args:
-        usage: counters of each tool's calls in the rollout.
+        usage: counters of each tool's calls in the rollout, by the tool's name.
         progress: has timed the rollout and its engine steps.
-        runner: knows where each tool runs.
+        runner: knows which tools run in threads of this process.
 
     Returns:
         The text of the warning, by the tool's name.

@@ -37,7 +37,11 @@ def episodes(factory: Callable[[], Environment], *, max_turns: int | None = None
 
     Args:
         factory: makes an environment; usually its class.
-        max_turns: completions of one episode at most; the environment is not told when they are used up.
+        max_turns: the largest number of completions in one episode; None sets no limit here. When they are used up, the
+            episode ends without a call of the environment that says so.
+
+    Raises:
+        ConfigError: `max_turns` is less than 1.
     """
     if max_turns is not None and max_turns < 1:
         raise ConfigError(f"episodes(max_turns={max_turns}): an episode has at least one turn.")
@@ -61,13 +65,16 @@ def episode_reward(
 
 
 class Episodes:
-    """The `rollout_func` that `episodes` returns. TRL calls it once per batch and rank.
+    """The `rollout_func` that `episodes` returns: it plays an episode with an environment for each prompt. TRL calls it
+    once per batch and rank.
 
     Attributes:
         factory: makes an environment.
-        max_turns: completions of one episode at most.
-        rollout: name of the rollout that it plays on.
-        samples_from_session: True, because its log-probs are the engine's own, to be compared with the trainer's.
+        max_turns: the largest number of completions in one episode; None sets no limit here.
+        rollout: "multi_turn", the name of the rollout component that runs the episodes. A run whose trainer has this
+            `rollout_func` selects that component by itself.
+        samples_from_session: True, because the run's own engine samples the tokens, so that their log-probs may be
+            compared with the trainer's. The package assumes the opposite of other functions.
     """
 
     rollout = MultiTurn.name
@@ -78,16 +85,22 @@ class Episodes:
         self._tokens: tuple[tuple[object, ...], TemplateTokens] | None = None  # with what they were made of
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """Play one episode per prompt, and return the fields that TRL asks of a `rollout_func`.
+        """Play one episode per prompt.
 
         Args:
             prompts: this rank's prompts, lists of chat messages.
-            trainer: the trainer, with its session.
+            trainer: the trainer, one of trlx_hybrid.
+
+        Returns:
+            The dict that TRL asks of a `rollout_func`, with a list of one value per prompt in each field: "prompt_ids",
+            "completion_ids", "logprobs" (None if the engine returned none), "env_mask" (1 for sampled tokens, 0 for
+            those that the environment added), "episode_reward" and "episode_messages"; for a model that takes images,
+            "images" as well.
 
         Raises:
-            ConfigError: the trainer's rollout is not `multi_turn`, the trainer has tools, or its chat template is not
-                prefix-preserving.
-            TrajectoriesFailedError: more episodes broke off than `max_failed` allows.
+            ConfigError: the trainer's rollout is not `multi_turn`, the trainer has tools, a prompt cannot begin a
+                conversation, or the chat template renders messages differently depending on what follows them.
+            TrajectoriesFailedError: more episodes broke off than the option `max_failed` allows.
         """
         rollout = _multi_turn(trainer)
         sees_images = bool(trainer._is_vlm)
@@ -153,12 +166,15 @@ class EnvironmentEpisode(Episode):
     """An episode of one row, in which the model and its environment take turns.
 
     Args:
-        index, limits, request, failed: as in `Episode`.
+        index: number of the row in this rank's batch.
         row: the dataset's row, which the environment's `reset` is given.
         prompt: messages of the row's prompt.
         environment: answers the model.
         tokens: encodes the prompt and the observations.
         tokenizer: decodes completions.
+        limits: limits of tokens and turns.
+        request: makes the engine's request for one turn.
+        failed: called with the conversation if it breaks off; raises if too many have.
 
     Attributes:
         reward: sum of the steps' rewards; None where no step gave one, or the episode broke off.
@@ -188,7 +204,8 @@ class EnvironmentEpisode(Episode):
         return [*self._prompt_images, *self.conversation.images]
 
     def give_up(self) -> None:
-        """Remove the reward of an episode that broke off, and set `prompt_ids` if `reset` had not returned yet."""
+        """Clean up after the episode broke off: remove its reward, and set `prompt_ids` to the row's prompt if the
+        environment's `reset` has not returned yet."""
         self.reward = None
         self.prompt_ids = self.prompt_ids or self._tokens.prompt(self._prompt)
 
@@ -248,7 +265,7 @@ class EnvironmentEpisode(Episode):
 
 
 def _multi_turn(trainer: Any) -> MultiTurn:
-    """Return the trainer's rollout, if an episode with an environment can be played on it.
+    """Return the rollout component of a trainer, which runs the episodes.
 
     Raises:
         ConfigError: the rollout is not `multi_turn`, or the trainer has tools.

@@ -1,10 +1,11 @@
-"""The token ids of observations, the messages between two turns of the model, without encoding its turns again.
+"""The encoding of observations, the messages that the model is shown between two of its turns, such as tool results.
+The model's turns are not encoded again, so that the conversation keeps the token ids that were sampled.
 
-A short conversation is rendered by the chat template with the observation and without; the observation's tokens are
-those that the first rendering has beyond the second. The second is cut where the model's turn ends, since templates go
-on with a newline there that the model never samples.
+The chat template renders a short dummy conversation with the observation and without it. The observation's tokens are
+those that the first rendering has beyond the second. The second is cut where the model's turn ends, because templates
+add a newline there that the model never samples.
 
-Source: trl 1.16, `GRPOTrainer._get_tool_suffix_ids`, which does the same for the answers of tools.
+Source: trl 1.16, `GRPOTrainer._get_tool_suffix_ids`, which computes the tokens of tool results in this way.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ PROBES: tuple[Message, ...] = ({"role": "user", "content": "first"}, {"role": "u
 
 
 class TemplateTokens:
-    """An encoder of prompts and observations (what the model is shown between turns), by one chat template.
+    """Encodes prompts, and observations (what the model is shown between its turns), to token ids by one chat template.
 
     Args:
         tokenizer: a transformers tokenizer, or a processor, whose tokenizer and template are used. Messages then have
             the form that processors take, a list of content blocks each. An image takes as many tokens as the processor
             makes of it.
         chat_template: the template, None for the tokenizer's own.
-        options: TRL's `chat_template_kwargs`.
+        options: further arguments of the template, TRL's `chat_template_kwargs`.
         end_ids: tokens that end a turn when the model samples them; the tokenizer's EOS is always one of them.
 
     Raises:
-        ConfigError: the template renders earlier messages differently depending on what follows, so that there is no
-            difference to take.
+        ConfigError: the template renders earlier messages differently depending on what follows them, so that an
+            observation cannot be encoded by itself.
     """
 
     def __init__(
@@ -65,12 +66,14 @@ class TemplateTokens:
         return list(self._render(messages, speak=True))
 
     def observation(self, messages: Sequence[Message], after: int | None = None) -> list[int]:
-        """Return the token ids between the end of one turn and the beginning of the next.
+        """Return the token ids that messages add between two turns of the model, from the end of the first turn to the
+        tokens that begin the second.
 
         Args:
             messages: the messages that the model is shown.
-            after: the last token that was sampled. Some templates do not end a turn: the model stops at the token that
-                opens the next message (GLM's `<|user|>`), so the conversation holds that token already.
+            after: the last token that was sampled, or None. Some templates do not end a turn: the model stops at the
+                token that opens the next message (GLM's `<|user|>`). The conversation then holds that token already, so
+                it is not returned again.
 
         Raises:
             ConfigError: the template renders earlier messages differently when these messages follow.
@@ -82,8 +85,8 @@ class TemplateTokens:
         return shown[1:] if self._endless and after in self._end_ids and shown[:1] == [after] else shown
 
     def _refuses(self) -> str | None:
-        """Prepare the prefix that `observation` cuts off, by rendering a short conversation, and try it with two
-        messages.
+        """Check whether the chat template can be used. This also sets `_prefix`, the tokens of a dummy conversation,
+        which `observation` cuts off, and `_endless`, whether the template puts no token at the end of a turn.
 
         Returns:
             Why the template cannot be used, as the end of a sentence; None if it can.
@@ -155,14 +158,18 @@ def preserving_tokens(
     options: Mapping[str, object] | None = None,
     end_ids: Collection[int] = (),
 ) -> TemplateTokens:
-    """Return `TemplateTokens` of the current template if it preserves prefixes, else of TRL's training template.
+    """Return an encoder of prompts and observations that uses the given chat template if this preserves prefixes, else
+    TRL's training template.
 
     A template preserves prefixes if it renders messages the same whatever follows them.
 
     Args:
-        tokenizer, chat_template, options, end_ids: as in `TemplateTokens`.
-        training_template: returns TRL's training template, or raises ValueError where TRL has none for this tokenizer.
-            None if TRL holds the tokenizer's own template for prefix-preserving.
+        tokenizer: a transformers tokenizer, or a processor.
+        chat_template: the template to prefer; None for the tokenizer's own.
+        training_template: returns TRL's training template. It returns None if TRL takes the tokenizer's own template
+            for prefix-preserving, and raises ValueError if TRL has no training template for this tokenizer.
+        options: further arguments of the template, TRL's `chat_template_kwargs`.
+        end_ids: tokens that end a turn when the model samples them, besides the tokenizer's EOS.
 
     Raises:
         ConfigError: neither template preserves prefixes.

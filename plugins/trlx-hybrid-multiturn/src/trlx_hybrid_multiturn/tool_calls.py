@@ -20,7 +20,8 @@ from .tools.runner import ToolRunner
 
 
 class LostCallError(Exception):
-    """Raised for a call that could not be made, or whose result did not come back; ends its trajectory."""
+    """Raised for a call of a tool or environment that could not be made, or whose result did not come back. It ends the
+    trajectory, which is not trained on."""
 
 
 async def run_calls(
@@ -30,15 +31,16 @@ async def run_calls(
     runner: ToolRunner,
     early: Callable[[list[Message]], None] = lambda messages: None,
 ) -> list[Message]:
-    """Run the tool calls of one turn and return their tool messages. Counts the calls, and those with an error.
+    """Run the tool calls of one turn, and return the chat messages with their results.
 
     Args:
-        calls: the model's tool calls.
+        calls: the model's tool calls, as the chat template's parser returns them.
         dialogue: holds the tools and the environment of this row.
-        conversation: counts the calls.
+        conversation: its counters of calls, and of calls with an error, are increased.
         runner: runs the tools.
-        early: may be called with the messages before this function returns them, in the tool's thread, to work on them
-            while the engine steps. Must not raise.
+        early: called with the messages before this function returns them, if the turn has a single call that does not
+            run in a process. It is called in the tool's thread, so that it can work on them while the engine takes
+            steps. It must not raise.
 
     Raises:
         LostCallError: a call could not be made, or its result did not come back.
@@ -91,15 +93,14 @@ def _early(early: Callable[[list[Message]], None], name: str, value: object) -> 
 def _content(name: str, outcome: Outcome, conversation: Conversation) -> object:
     """Return the content of a tool message: the call's result, or its error.
 
-    Errors, and results that had to be mended to be shown, are counted in `conversation`.
-
     Args:
         name: name of the tool.
         outcome: the call's outcome.
-        conversation: counts the errors and mended results.
+        conversation: its counters are increased, of errors, and of results from which characters that no tokenizer
+            accepts (lone surrogates) were removed.
 
     Raises:
-        LostCallError: the call was lost, and not by the tool's own fault.
+        LostCallError: the call has neither result nor error, and not by the tool's own fault.
     """
     if outcome.lost is not None:
         if not outcome.by_tool:
@@ -123,8 +124,8 @@ def _content(name: str, outcome: Outcome, conversation: Conversation) -> object:
 
 
 def _part_with_environment(tool: Tool, outcome: Outcome, dialogue: Dialogue) -> None:
-    """Take the row's environment out of use if a call of one of its methods was lost, since the call may still be
-    running.
+    """Take the row's environment out of use if a call of one of its methods passed its deadline, since the call may
+    still be running.
 
     Args:
         tool: the tool that was called.

@@ -79,7 +79,7 @@ def check_settings(function: str, deadline: float, **counts: int) -> None:
         counts: numbers by the name of their argument, such as `workers`, which must be 1 or more.
 
     Raises:
-        ConfigError: a setting is out of range; names it.
+        ConfigError: a setting is out of range; the message names it.
     """
     for setting, value in counts.items():
         if value < 1:
@@ -116,7 +116,7 @@ class Pickled:
             remedy: advice for the user where the object cannot be pickled.
 
         Raises:
-            ConfigError: the object cannot be pickled; names the part that prevents it.
+            ConfigError: the object cannot be pickled; the message names the part that prevents it.
         """
         from ray import cloudpickle
 
@@ -163,8 +163,9 @@ def obstacle(value: object, error: BaseException) -> str:
 
 
 def reply_of(function: Callable[[], object]) -> bytes:
-    """Call a function in an actor, and return a reply to send to the trainer: the function's result or exception as
-    plain data, for `result_of`."""
+    """Call a function in an actor, and return its result, or the exception that it raised, as bytes for the trainer,
+    which decodes them with `result_of`. The bytes are no pickle but plain data (JSON with tags), whose decoding runs no
+    foreign code. A result that has no such form is replaced by a message that names its part."""
     try:
         value = function()
     except BaseException as error:  # a tool's SystemExit is its error, not the end of this process
@@ -178,15 +179,17 @@ def reply_of(function: Callable[[], object]) -> bytes:
 
 
 def result_of(reply: bytes, where: str) -> Any:
-    """Decode, in the trainer, a reply that `reply_of` made in an actor: return the function's result, or raise the
-    function's exception.
+    """Decode, in the trainer, the bytes in which `reply_of` encoded the outcome of a function in an actor: return the
+    function's result, or raise the exception that the function raised.
 
     Args:
         where: a description of the actor, for the note on an exception.
 
     Raises:
-        NotPlainError: the result is not plain data, or has a type that is unknown here; names the part.
-        BaseException: what the function raised, with its traceback as a note.
+        NotPlainError: the result could not be encoded, or holds a class that this process has not imported; the message
+            names the part.
+        BaseException: the function's exception, with its traceback as a note; a `RemoteError` with its text where it
+            cannot be rebuilt.
     """
     kind, body = reply[:1], reply[1:]
     if kind == NOT_PLAIN:
@@ -220,13 +223,13 @@ def see_own_gpus() -> None:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """An actor of an `ActorPool`, with what the pool knows of it.
+    """An actor of an `ActorPool`, with its position in the pool and whether it lives.
 
     Attributes:
         noun: the word for such an actor in messages, such as "engine".
         index: the position in the pool. A replacement takes the index and the resources of the actor that it replaces.
         number: a number that is unique in the pool, replacements included.
-        handle: the actor's handle.
+        handle: Ray's handle of the actor.
         where: the actor's node and process, for messages; "" until it runs.
         dead: whether the actor can no longer be called.
     """
@@ -246,12 +249,12 @@ class ActorPool:
     """A pool of actors of one class, on resources that are reserved before anything starts.
 
     Args:
-        kind: the actors' class. Its method `ready` returns a reply of `reply_of`, which says whether the actor started,
-            and `whereabouts()`; or it raises.
+        kind: the actors' class. Its method `ready` returns two values: the outcome of the start, as bytes that
+            `reply_of` made, and the actor's node and process as text, from `whereabouts()`. It may also raise.
         arguments: the arguments of its constructor.
         size: the number of actors.
-        places: a function that reserves the resources, called at the first start. The last placement that it returns
-            has a bundle for each actor.
+        places: a function that reserves the resources, called at the first start. It returns Ray placement groups, of
+            which the last one has a bundle for each actor.
         noun: the word for an actor in messages.
         start_deadline: seconds for all actors to start.
         threads: the number of calls that an actor carries out at once; by default Ray's.
@@ -283,10 +286,10 @@ class ActorPool:
 
     def launch(self, indices: Sequence[int] | None = None) -> None:
         """Start the actors of these indices in the background, in place of any that exist; by default all actors of the
-        pool. `started` waits for them.
+        pool. Call `started` to wait for them.
 
         Raises:
-            PlacementError: the resources cannot be had.
+            PlacementError: the resources are not available.
         """
         self._reserved = self._reserved or self._places()
         for index in range(self._size) if indices is None else indices:
@@ -353,22 +356,28 @@ class PoolActor:
         self.load(pickled.load(), *settings)
 
     def load(self, loaded: Any, *settings: Any) -> None:
-        """Take the user's object, which has been loaded, and the settings that the pool was made with. Subclasses
-        implement it; what it raises is reported as a failed start."""
+        """Store the user's object and the settings of the pool; the actor's constructor calls this. Subclasses
+        implement it; an exception that it raises is reported as a failed start.
+
+        Args:
+            loaded: the user's object, unpickled.
+            settings: the argument `settings` of the actor's `UserPool`, item by item.
+        """
         raise NotImplementedError
 
     def ready(self) -> tuple[bytes, str]:
-        """Return the outcome of the start as a reply of `reply_of`, and the actor's node and process as text."""
+        """Return the outcome of the start, as bytes for `result_of` (None, or the exception that was raised), and the
+        actor's node and process as text."""
         return self._started, whereabouts()
 
 
 class UserPool(ActorPool):
-    """A pool of actors that each load the same object of the user's: a reward or an environment. The actors start when
-    the pool is made.
+    """A pool of actors that each load a copy of one object of the user's: a reward or an environment. The actors start
+    when the pool is made.
 
     Args:
         kind: the actors' class. Ray shows the actors under `name`.
-        pickled, settings: the object and the settings that each actor loads.
+        pickled, settings: the object and the further values that each actor gets, see `PoolActor.load`.
         name: the reward's or environment's name.
         role: "reward" or "environment", for messages and for lists of who holds which resources.
         workers: the number of actors.
@@ -378,7 +387,7 @@ class UserPool(ActorPool):
 
     Raises:
         ConfigError: the resources make no sense.
-        HybridError: the resources cannot be had, or an actor does not start, see `restore`.
+        HybridError: the resources are not available, or an actor does not start; `restore` lists the classes.
     """
 
     def __init__(
@@ -416,11 +425,11 @@ class UserPool(ActorPool):
         until they have started.
 
         Raises:
-            PlacementError: the resources cannot be had.
-            DeadlineError: an actor did not start in time; names it.
+            PlacementError: the resources are not available.
+            DeadlineError: an actor did not start in time; the message names it.
             WorkerDiedError: an actor died while it started.
-            WorkerError: an actor raised while it loaded the user's object; `__cause__` is that exception. A
-                `HybridError` as `__cause__` comes from the step before: the actor's reaper cannot start.
+            WorkerError: an actor raised while it loaded the user's object; `__cause__` is that exception. If it is a
+                `HybridError`, the reaper, a process that later ends what the actor has started, could not start.
         """
         from ray.exceptions import GetTimeoutError, RayActorError
 

@@ -52,8 +52,8 @@ HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """The first bytes that every client of gRPC, the protocol of Ray's head, sends: HTTP/2's preface and an empty SETTINGS
 frame."""
 JOIN_VARIABLE, JOIN_SECONDS = "RAY_gcs_server_port_wait_time_s", "5"
-"""A variable of Ray and its value, which limit how often Ray tries to join a cluster whose port is open. Each attempt
-takes about a second, and Ray tries again even after a wrong token."""
+"""The name and the value of one of Ray's environment variables. They limit how often Ray tries to join a cluster whose
+port is open. Each attempt takes about a second, and Ray tries again even after a wrong token."""
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ class Cluster:
     """A Ray cluster that this process is connected to, as `connect` yields it.
 
     Attributes:
-        address: host:port, as `connect` takes it to join the cluster from another process.
+        address: host:port of the cluster's head, which another process can pass to `connect` to join the cluster.
         namespace: Ray's namespace of this run's named actors.
         dashboard: the dashboard's URL, or None where no dashboard runs.
         token: the file with the cluster's token, where this process made the token or was given one.
@@ -97,7 +97,7 @@ def connect(
     """Start a Ray cluster on this machine, or join a running one, for as long as the context lasts.
 
     A started cluster is shut down at the end; a joined one keeps running, without this driver's actors. Children of
-    this process find the cluster and its namespace in the environment, see `announce`.
+    this process inherit the cluster's address, namespace and token in environment variables.
 
     Args:
         address: "local" starts a cluster; host:port joins one; "auto" joins the cluster that Ray finds on this machine.
@@ -172,8 +172,9 @@ def environment() -> dict[str, str]:
 
 
 def announce() -> None:
-    """Set in `os.environ` the variables that `environment` returns, by which child processes find the cluster. So
-    children that other code starts inherit them. `connect` calls it."""
+    """Set the variables that `environment` returns (the cluster's address, the namespace and the authentication) in
+    `os.environ`, so that every child process inherits them, including those that other code starts. `connect` calls
+    it."""
     os.environ.update(environment())
 
 
@@ -203,15 +204,20 @@ def answer(work: Callable[[], T], seconds: float | None = None) -> T:
 
 
 def ask(work: Callable[[], object], seconds: float | None = None) -> None:
-    """Make a call of Ray's client as `answer` does, but return nothing and ignore a missing answer. Used at a run's
-    end, when the cluster may be ending as well."""
+    """Make a call of Ray's client in a thread, and wait for it, but give up without an error if Ray's head does not
+    answer in time. Returns nothing. Used at a run's end, when the cluster may be ending as well.
+
+    Args:
+        work: a function that makes the call. What it raises is raised here.
+        seconds: how long to wait; by default `ANSWER_SECONDS`, and more on a busy host.
+    """
     with suppress(ClusterError):
         answer(work, seconds)
 
 
 def hung() -> bool:
-    """Return whether a call that `answer` gave up has still not returned. The interpreter would then wait at its exit
-    for Ray's exit handlers, so the process must be ended otherwise."""
+    """Return whether some call that `answer` or `ask` gave up waiting for has still not returned. Ray's exit handlers
+    would then block the interpreter's exit, so the process must be ended with `os._exit`."""
     return any(not call.done() for call in _hung)
 
 
@@ -328,7 +334,7 @@ def _greet(host: str, port: int) -> None:
 @contextmanager
 def _started(settings: Mapping[str, object], folder: Path) -> Iterator[str]:
     """Start a cluster from a child process with a session of its own. Yields the cluster's address as host:port, and
-    ends the cluster with the context.
+    ends the cluster when the context ends.
 
     Ray leaves the processes of a cluster in the driver's process group. `timeout` and batch systems end a whole group
     with SIGTERM. That would end the cluster while the driver still needs it to end its actors. So a child process in a

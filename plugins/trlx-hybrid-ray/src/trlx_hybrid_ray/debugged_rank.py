@@ -1,5 +1,6 @@
-"""The program that each rank of `trlx-hybrid launch --debug` runs in place of the user's script, which it then runs:
-`python -m trlx_hybrid_ray.debugged_rank SCRIPT ARGUMENTS`."""
+"""The program that each rank of `trlx-hybrid launch --debug` starts instead of the user's script, as `python -m
+trlx_hybrid_ray.debugged_rank`. It connects to the Ray cluster and its debugger, and then runs the script in the same
+process."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from .internals import stop_where_raised
 
 
 def main(script: str, *arguments: str) -> None:
-    """Run the script as `__main__`, with `breakpoint()` opening Ray's debugger, and stop in it where an uncaught
-    exception was raised."""
+    """Run the script as `__main__`. `breakpoint()` in the script opens Ray's debugger, and an uncaught exception opens
+    the debugger at the place where it was raised."""
     with connect(os.environ[ADDRESS], namespace=os.environ.get(NAMESPACE)):
         os.environ["PYTHONBREAKPOINT"] = "ray.util.rpdb.set_trace"
         sys.argv, sys.path[0] = [script, *arguments], os.path.dirname(os.path.realpath(script))

@@ -33,8 +33,8 @@ def legacy() -> bool:
 
 
 def patience(seconds: float) -> float:
-    """Return the deadline `seconds` unchanged, or infinity while the user debugs: a person at a breakpoint takes longer
-    than any program."""
+    """Return a deadline in seconds unchanged, or infinity if the user asks for a debugger, because a person at a
+    breakpoint takes longer than any program."""
     return math.inf if wanted() else seconds
 
 
@@ -45,7 +45,8 @@ def variables() -> Mapping[str, str]:
 
 
 def check() -> None:
-    """Refuse a debugger that is not installed: Ray would skip its breakpoints, with only a line in a log.
+    """Check that the debugger that `RAY_DEBUG` asks for is installed: without it, Ray would skip breakpoints, with only
+    a line in a log.
 
     Raises:
         ConfigError: `RAY_DEBUG` has an unknown value, or debugpy is missing.

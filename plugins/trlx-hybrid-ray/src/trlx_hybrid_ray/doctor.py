@@ -64,7 +64,8 @@ def add_options(doctor: argparse.ArgumentParser) -> None:
 
 
 def findings(options: argparse.Namespace) -> Iterator[Finding] | None:
-    """Return the findings on the cluster that the options name; None without `--ray`.
+    """Return an iterator that checks the cluster that the options name, and yields the lines of the doctor's report on
+    it; None without `--ray`.
 
     Args:
         options: the parsed options of `trlx-hybrid doctor`.
@@ -84,7 +85,7 @@ def findings(options: argparse.Namespace) -> Iterator[Finding] | None:
 
 
 def _findings(options: argparse.Namespace) -> Iterator[Finding]:
-    """Connect to the cluster and yield the findings on it."""
+    """Connect to the cluster that the options name, check it, and yield the findings (lines of the doctor's report)."""
     os.environ.pop(SET_ASIDE, None)  # in a rank, or it would use the launcher's reservations
     with connect(options.ray or os.environ.get("RAY_ADDRESS") or LOCAL, token_file=options.token_file) as cluster:
         yield from examine(cluster)
@@ -97,7 +98,7 @@ def _findings(options: argparse.Namespace) -> Iterator[Finding]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """A node's report about itself.
+    """A node's report about itself, for the doctor's checks of a Ray cluster.
 
     Attributes:
         versions: the versions of Python and of `PACKAGES`; packages that are not installed are left out.
@@ -142,7 +143,8 @@ def _driver_gpus() -> int | str | None:
 
 
 def examine(cluster: Cluster) -> Iterator[Finding]:
-    """Check a cluster to which this process is connected, and yield the findings as they come."""
+    """Check a cluster to which this process is connected, node by node, and yield each finding (a line of the doctor's
+    report) as soon as it is known."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -164,7 +166,8 @@ def examine(cluster: Cluster) -> Iterator[Finding]:
 
 
 def addresses(cluster: Cluster, nodes: Sequence[Node]) -> Iterator[Finding]:
-    """Yield findings on the addresses of the cluster and its nodes, and on who may talk to it."""
+    """Yield findings (lines of the doctor's report) on the cluster's address, on token authentication, and on nodes
+    that share an IP address."""
     yield Finding("ray", str(cluster))
     alone = all(node.address.startswith("127.") for node in nodes)
     secured = authenticated()
@@ -191,7 +194,8 @@ def described(node: Node, facts: Facts) -> Finding:
 
 
 def shortages(node: Node, facts: Facts) -> Iterator[Finding]:
-    """Yield a finding for each resource that a node lacks."""
+    """Yield a finding (a line of the doctor's report) for each resource that a node lacks: GPUs, shared memory or open
+    files."""
     if isinstance(facts.gpus, str):
         yield Finding(
             "gpus",
@@ -222,7 +226,11 @@ def shortages(node: Node, facts: Facts) -> Iterator[Finding]:
 
 
 def differences(facts: Mapping[Node, Facts]) -> Iterator[Finding]:
-    """Yield a finding for each package whose version is not the same on every node."""
+    """Yield a finding (a line of the doctor's report) for each package whose version is not the same on every node.
+
+    Args:
+        facts: what each node has reported about itself.
+    """
     for package in ("python", *PACKAGES):
         by_version: defaultdict[str, list[str]] = defaultdict(list)
         for node, own in facts.items():
@@ -249,7 +257,8 @@ def steps(largest: int) -> list[int]:
 
 
 class GroupMember:
-    """A rank of a process group for a test, in an actor of its own."""
+    """A rank of a torch process group that the doctor forms to test communication between nodes or GPUs. Each rank is a
+    Ray actor."""
 
     @register("one_to_all", deadline=GROUP_SECONDS)
     def join(self, backend: str | None) -> None:
@@ -284,8 +293,8 @@ class GroupMember:
 
 
 def tensor_parallel(largest: int, *, backend: str | None = None) -> Iterator[Finding]:
-    """Test an all-reduce over 2, 4, 8, … and `largest` ranks. Yields one finding per number of ranks, up to the first
-    that fails.
+    """Test an all-reduce over 2, 4, 8, … and `largest` ranks. Yields one finding (a line of the doctor's report) per
+    number of ranks, up to the first that fails.
 
     Each test reserves a GPU per rank (a CPU if the cluster has no GPUs), starts a worker group on them, forms its
     process group and sums a tensor.
@@ -309,10 +318,11 @@ def tensor_parallel(largest: int, *, backend: str | None = None) -> Iterator[Fin
 
 
 def _reduced(topic: str, places: Sequence[Mapping[str, object]], named: Sequence[str], backend: str | None) -> Finding:
-    """Test whether actors form a process group and sum a tensor. Returns the finding, which names the step that fails.
+    """Test whether actors form a process group and sum a tensor. Returns the finding (a line of the doctor's report);
+    if the test fails, it names the step and the rank.
 
     Args:
-        topic: the topic of the finding.
+        topic: the first word of the finding, "nodes" or "tp".
         places: for each rank, the arguments of Ray's `.options()`, which say on which node it runs.
         named: for each rank, the name of its node or GPU, for messages.
         backend: the process group's backend, or None for torch's choice.

@@ -17,8 +17,8 @@ class PlacementError(HybridError):
 
 
 class LaunchError(HybridError):
-    """The error raised where `trlx-hybrid launch` could not start the ranks. Names the ranks, their nodes and the way
-    out."""
+    """The error raised where `trlx-hybrid launch` could not start the ranks. The message names the nodes, the reason
+    and the way out."""
 
 
 class ScriptError(LaunchError):
@@ -27,12 +27,13 @@ class ScriptError(LaunchError):
 
 
 class DispatchError(HybridError, ValueError):
-    """The error for arguments that cannot be split into a part for each worker, or results that cannot be joined. It
-    names the place in the data."""
+    """The error for a batch that cannot be split into a part for each worker of a worker group, or for workers' results
+    that cannot be joined. The message names the place in the nested data, such as `the batch['prompts']`."""
 
 
 class WorkerError(HybridError):
-    """The error for an exception that a worker raised. `__cause__` is the worker's exception if it could be pickled.
+    """The error for an exception that a worker (an actor of a worker group or of a pool) raised. `__cause__` is the
+    worker's exception if it could be pickled.
 
     Attributes:
         rank: the worker's rank.
@@ -51,12 +52,13 @@ class WorkerError(HybridError):
 
 
 class WorkerDiedError(WorkerError):
-    """The error for a worker whose process or node is gone. The group cannot be called any more."""
+    """The error for a worker (an actor of a worker group or of a pool) whose process or node is gone. A worker group
+    cannot be called any more after it."""
 
 
 class DeadlineError(WorkerError, TimeoutError):
-    """The error for a worker that did not answer in time. The worker may still be at work, and `Future.result` can be
-    called again."""
+    """The error for a worker that did not answer in time. A worker of a worker group may still be at work, so
+    `Future.result` can be called again."""
 
 
 def brief(error: BaseException) -> str:

@@ -28,8 +28,8 @@ def reread_environment() -> None:
 
 
 def authenticated() -> bool:
-    """Return whether this process uses token authentication: it shows a token, and clusters that it starts require
-    one."""
+    """Return whether this process uses token authentication: it sends a token to Ray, and clusters that it starts
+    require one."""
     from ray import _raylet
 
     raylet: Any = _raylet  # its stubs leave authentication out
@@ -37,7 +37,7 @@ def authenticated() -> bool:
 
 
 def discovered() -> str | None:
-    """Return host:port of the cluster that Ray finds on this machine, or None."""
+    """Return host:port of the Ray cluster that Ray finds on this machine; None where it finds none."""
     from ray._private.services import canonicalize_bootstrap_address
 
     try:

@@ -63,7 +63,8 @@ SET_HERE = {
     **dict.fromkeys(("machine_rank", "main_process_ip", "main_process_port", "rdzv_backend"), "Leave it out."),
     **dict.fromkeys(("deepspeed_multinode_launcher", "log_dir"), "Leave it out."),
 }
-"""Arguments of `accelerate launch` that this command sets itself, with the advice for users who pass them."""
+"""The arguments of `accelerate launch` that `trlx-hybrid launch` sets itself, by name, each with the advice for a user
+who passes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +81,10 @@ class Job:
         cpus_per_process: CPUs that Ray sets aside for each rank.
         only: addresses or ids of the only nodes to use.
         labels: the labels that the nodes must have.
-        placement: the path of the `--placement` file, which reserves resources for all parts of the run; None where
-            each part reserves its own when it starts.
-        others: the requests in the placement file for other parts than the ranks: engines, rewards, environments.
+        placement: the path of the `--placement` file, by which the launcher reserves resources for ranks, engines,
+            rewards and environments; None where engines, rewards and environments reserve their own when they start.
+        others: the requests for resources in the placement file, except the ranks': those of engines, rewards and
+            environments.
         config_file: accelerate's config file, or None for its default one.
         settings: further arguments of `accelerate launch`.
         address: the address of the Ray cluster to join; None starts a cluster on this machine.
@@ -143,8 +145,8 @@ class Job:
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `launch` to the sub-parsers of the `trlx-hybrid` command. Its `run` takes the parsed options and returns the
-    exit status."""
+    """Add `launch` to the sub-parsers of the `trlx-hybrid` command. The parsed options have an attribute `run`: the
+    function that takes these options, carries out the command and returns the exit status."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "launch",
         help="run a script on many nodes through Ray",
@@ -217,7 +219,11 @@ def job_of(options: argparse.Namespace) -> Job:
 
 def _places_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of a `Job` that say where ranks run and with which resources, from the command-line options.
-    Used without `--placement`."""
+    Used where there is no `--placement` file.
+
+    Raises:
+        ConfigError: an option is missing, or two options exclude each other.
+    """
     if options.cpu and options.gpus_per_node is not None:
         raise ConfigError("--cpu and --gpus-per-node exclude each other.")
     if not options.cpu and options.gpus_per_node is None:
@@ -236,8 +242,12 @@ def _places_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _places_in(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of a `Job` that say where ranks and other parts run and with which resources, read from the
-    `--placement` file."""
+    """Return the fields of a `Job` that say where ranks, engines, rewards and environments run and with which
+    resources, read from the `--placement` file.
+
+    Raises:
+        ConfigError: the file is wrong, or another option also says where ranks run.
+    """
     for name in ("nodes", "node", "gpus_per_node", "cpu", "processes_per_node", "cpus_per_process"):
         if getattr(options, name) not in (None, [], False):
             option = f"--{name.replace('_', '-')}"
@@ -295,6 +305,9 @@ def run(options: argparse.Namespace) -> int:
 def accelerate_arguments(job: Job) -> tuple[str, tuple[str, ...]]:
     """Return what every node gets for `accelerate launch`: the text of accelerate's config file, and the arguments that
     are the same on all nodes.
+
+    Args:
+        job: the launch.
 
     Raises:
         ConfigError: accelerate does not know an argument, or the settings contradict the launch, such as TPUs.
@@ -356,6 +369,7 @@ def variables(job: Job, run_id: str, start: int) -> dict[str, str]:
     this command sets.
 
     Args:
+        job: the launch.
         run_id: an id of this launch, the same at every restart.
         start: 0 for the first start, n for the n-th restart. Restarted ranks resume from a checkpoint.
     """
@@ -381,7 +395,7 @@ def launch(job: Job, config: str, arguments: tuple[str, ...], head: str) -> int:
     their environment. A run that the user stopped, or whose script cannot be found, is not started again.
 
     Args:
-        config, arguments: the text of accelerate's config file and the common arguments, both from
+        config, arguments: the text of accelerate's config file, and the arguments that are the same on all nodes; from
             `accelerate_arguments`.
         head: host:port of the cluster's head.
 
@@ -418,16 +432,18 @@ def launch(job: Job, config: str, arguments: tuple[str, ...], head: str) -> int:
 
 
 def _places(job: Job, start: int, printer: Printer, stack: ExitStack) -> list[Placement]:
-    """Reserve the resources for the ranks and all other parts of the run, or none at all, and print where they are.
-    After a failure it tries for `start_timeout` seconds: Ray may need a moment to know what is free again, and a lost
-    node to come back.
+    """Reserve the resources for the ranks, engines, rewards and environments of the run, and print where they are.
+    Either all are reserved or none. At a restart it tries for `start_timeout` seconds, because Ray may need a moment to
+    know what is free again, and a lost node may need time to come back.
 
     Args:
+        job: the launch, with the requests for resources.
         start: 0 for the first start, n for the n-th restart.
-        stack: the stack whose end gives the resources back.
+        printer: prints the map of ranks and nodes.
+        stack: an `ExitStack`, which gives the resources back when it is closed.
 
     Returns:
-        The placement of the ranks, followed by those of the other parts in the order of `job.others`.
+        The placement of the ranks, followed by one for each request in `job.others`, in order.
 
     Raises:
         PlacementError: the resources are not available at the first start.
@@ -463,10 +479,10 @@ def _start_ranks(
 
     Args:
         job: the launch.
-        placements: the placement of the ranks, then those that the placement file reserves for other parts, such as
-            engines and rewards.
+        placements: the placement of the ranks, then those that the placement file reserves for engines, rewards and
+            environments.
         actors: for each node of the ranks' placement, the handle of its `NodeActor`.
-        config, arguments: the text of accelerate's config file and the common arguments, both from
+        config, arguments: the text of accelerate's config file, and the arguments that are the same on all nodes; from
             `accelerate_arguments`.
         told: the environment variables that every rank gets, from `variables`.
 
@@ -511,11 +527,17 @@ def _start_ranks(
 def _answers(
     placement: Placement, calls: Sequence[Reference], seconds: float, way_out: str = "See the logs of its raylet."
 ) -> list[Any]:
-    """Wait for the answers to calls of the nodes' actors, and return them in order.
+    """Wait for one answer from the actor of each node, and return the answers in the order of the nodes.
+
+    Args:
+        placement: the placement of the ranks, with the names of the nodes.
+        calls: Ray's references to the answers, one for each node.
+        seconds: the limit for all answers together.
+        way_out: advice for the user, appended to the message about a late answer.
 
     Raises:
         ScriptError: a node lacks the script.
-        LaunchError: a node is lost or late; names it.
+        LaunchError: a node is lost or late; the message names it.
     """
     import ray
 

@@ -46,7 +46,7 @@ LOST_PEER = re.compile(
     r"|which never entered it|did not complete bucket|another rank",
     re.IGNORECASE,
 )
-"""A pattern of the error texts by which torch, vLLM and the weight paths report that another rank is gone."""
+"""A pattern of the error texts by which torch, vLLM and the weight sync report that another rank is gone."""
 TRACEBACK = "Traceback (most recent call last):"
 CHAINED = ("The above exception was the direct cause", "During handling of the above exception")
 TORCHS = re.compile(r"^\[rank\d+\]: ?")  # prefix of the last lines that a process with a process group prints
@@ -55,7 +55,7 @@ DOTTED = re.compile(r"[\w.]+")
 
 @dataclass(frozen=True, slots=True)
 class LaunchFailure:
-    """A failure of a rank or a node: the one that ended the run, or one that followed from it.
+    """A failure of a rank, a node or the cluster's head: the one that ended the run, or one that followed from it.
 
     Attributes:
         node: the node's number, or `HEAD` for the head of the Ray cluster.
@@ -91,8 +91,8 @@ class _Node:
 
 
 class Monitor:
-    """The launcher's monitor of all ranks, from one start to their end; a restart has another one. It makes the nodes'
-    actors, and as a context manager kills them at the end.
+    """The launcher's monitor of all ranks, from one start to the end of the ranks; each restart makes a new monitor.
+    The constructor starts the actors that run the ranks on the nodes; leaving the monitor's `with` block kills them.
 
     Args:
         placement: the ranks' placement, with a bundle for each node.
@@ -133,7 +133,8 @@ class Monitor:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Kill the actors. Where ranks still run, the nodes' reapers end them."""
+        """Kill the nodes' actors. If ranks still run on a node, the reaper ends them: a process beside each actor that
+        waits for the actor's end."""
         import ray
 
         self._over.set()
@@ -141,8 +142,13 @@ class Monitor:
             ask(lambda: [ray.kill(actor) for actor in self.actors])
 
     def until_over(self) -> tuple[int, bool]:
-        """Watch the ranks until all have ended, print a summary, and after a failure or a signal end the rest. Returns
-        the exit code of the launch, and whether the ranks may be started again."""
+        """Watch the ranks until all have ended, and print a summary. After a failure or a signal it ends the ranks that
+        are left.
+
+        Returns:
+            The exit code of the launch, and whether the ranks may be started again: only after a failure, and not if
+            the user stopped the run.
+        """
         before = {which: signal.signal(which, self._stop_asked) for which in STOPS}
         try:
             while not self._ended():
@@ -190,8 +196,8 @@ class Monitor:
             self._call("kill")
 
     def _listen(self, seconds: float) -> None:
-        """Process the nodes' reports, after waiting up to `seconds` for the first one. Nodes that are gone or silent
-        are recorded as lost."""
+        """Process the reports that the nodes' actors return, after waiting up to `seconds` for the first one. Nodes
+        whose actor is gone or silent are recorded as lost."""
         import ray
 
         for node in self._nodes:
@@ -253,8 +259,13 @@ class Monitor:
             self._fail(LaunchFailure(number, rank, time.time() - seconds, why=f"{told} (SIGSTOP, Ctrl-Z, a debugger)."))
 
     def _lose(self, number: int, why: str) -> None:
-        """Record that node `number` is lost, because its actor is gone or does not answer; `why` is for the message.
-        The node's reaper ends the ranks there."""
+        """Record that a node is lost, because its actor is gone or does not answer. The reaper, a process on the node
+        that waits for the actor's end, ends the ranks there.
+
+        Args:
+            number: the node's number.
+            why: the reason, for the message.
+        """
         import ray
 
         node = self._nodes[number]
@@ -263,7 +274,8 @@ class Monitor:
         self._fail(LaunchFailure(number, None, time.time() - node.quiet, why=why))
 
     def _fail(self, failure: LaunchFailure) -> None:
-        """Record a failure. Once the ranks have been told to stop, failures are an effect of that, and are ignored."""
+        """Record a failure. A failure that is reported after the ranks were told to stop is an effect of that, and is
+        ignored."""
         if self._stopped_at is None:
             self._failures.append(failure)
             if self._first_at is None:
@@ -295,7 +307,8 @@ class Monitor:
 
     def _watch_head(self) -> None:
         """Check every second, in a thread, whether the cluster's head still accepts connections, and set `_head_lost`
-        after too long without. Ray's client would end this process after a minute without the head."""
+        if it has accepted none for `HEAD_SECONDS`. Ray's client would end this process after a minute without the
+        head."""
         host, _, port = self._head.rpartition(":")
         refused = 0.0
         while not self._over.wait(1.0):
@@ -316,7 +329,7 @@ class Monitor:
 
     def _signalled(self, failure: LaunchFailure) -> bool:
         """Return whether a failure can be the effect of a signal that was sent to all processes of the job, such as
-        Ctrl-C, either directly or through another rank that it ended."""
+        Ctrl-C. The signal may have ended the failed rank itself, or another rank that it communicated with."""
         signalled = failure.rank is None or (failure.code or 0) < 0 or self._lost_peer(failure)
         return signalled or self._error(failure)[0] == "KeyboardInterrupt"
 
@@ -325,7 +338,7 @@ class Monitor:
 
     def _error(self, failure: LaunchFailure) -> tuple[str, list[str]]:
         """Return the last exception that the failed rank printed, as a line, and its traceback as lines. Both are empty
-        where it printed none, or where a signal ended it."""
+        where the rank printed no exception, or where a signal ended it."""
         text = self._tails.get((failure.node, failure.rank), b"").decode(errors="replace")
         return last_error(text) if failure.code is None or failure.code >= 0 else ("", [])
 
@@ -369,9 +382,13 @@ class Monitor:
         return self._error(failure)[0] or f"{what} ended with exit code {failure.code}."
 
     def _others(self, first: LaunchFailure) -> list[str]:
-        """Return lines for the summary on the ranks that failed after the first one. Where every error reports a lost
-        peer, a line also names the ranks that had finished the script before: they may have skipped a collective
-        call."""
+        """Return lines for the summary on the ranks that failed after the first failure. If even the first failure only
+        reports that another rank is gone, a line also names the ranks that had finished the script before: they may
+        have skipped a collective call.
+
+        Args:
+            first: the failure that caused the others.
+        """
         lines = []
         finished = [str(r) for node in self._nodes for r, at in sorted(node.finished.items()) if at <= first.time]
         if self._lost_peer(first) and finished:
@@ -390,24 +407,28 @@ def first_of(failures: Mapping[LaunchFailure, bool]) -> LaunchFailure | None:
     """Return the failure that caused the others: the earliest whose error does not blame another rank. None where there
     are no failures.
 
-    The death of a killed process may be seen a little later than a peer's error about it. So errors that report a lost
-    peer count only where there are no others, whatever their times. Among the other failures the time decides: a
-    process can also be aborted because of another rank's exception, as NCCL's watchdog does. The time is when the end
-    was seen, which on a busy machine is late: the end of a rank by torchelastic's SIGTERM may be seen before the
-    failure of the rank for which it was sent.
+    The death of a killed process may be seen a little later than the error by which another rank reports it. So errors
+    that report a lost peer (another rank that is gone) count only where there are no others, whatever their times.
+    Among the other failures the time decides: a process can also be aborted because of another rank's exception, as
+    NCCL's watchdog does.
+
+    A failure's time is when the end of the process was seen, which on a busy machine is late. If a rank fails,
+    torchelastic ends the other ranks with SIGTERM, and their ends may be seen first. So a rank that SIGTERM ended comes
+    after one that failed by itself at about that time.
 
     Args:
         failures: for each failure, whether its error reports a lost peer.
     """
 
     def ended_with_accelerate(failure: LaunchFailure) -> bool:
-        """Return whether a rank got its signal from accelerate, which a signal had ended."""
+        """Return whether a rank was ended by a signal that `accelerate launch`, which a signal had ended, passed on to
+        it."""
         return failure.rank is not None and any(
             f.rank is None and f.node == failure.node and f.code == failure.code for f in failures
         )
 
     def ended_with_another(failure: LaunchFailure) -> bool:
-        """Return whether a rank got its signal from torchelastic, which ends a node's ranks when one of them has
+        """Return whether a rank was ended by torchelastic, which ends a node's ranks with SIGTERM when one of them has
         failed."""
         return failure.code == -SIGTERM and any(
             f.node == failure.node and f.rank is not None and f.code != -SIGTERM and not lost_peer

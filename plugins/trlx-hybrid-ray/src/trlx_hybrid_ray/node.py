@@ -1,11 +1,11 @@
 """The actor of one node of a launch, which runs `accelerate launch` there and reports on it.
 
     trlx-hybrid launch ──calls──▶ NodeActor ──starts──▶ accelerate launch ──starts──▶ the ranks
-                                      └──starts──▶ reaper, which ends what is left of them, whoever was killed
+                                      └──starts──▶ reaper, which ends processes that are left, whoever was killed
 
 What ranks print goes to files, by torchelastic's own redirection. So neither a launcher that is suspended nor one whose
-terminal blocks stops the training, and the last line of a killed process arrives. What was forwarded is given back to
-the disk.
+terminal blocks stops the training, and the last line of a killed process arrives. The disk space of lines that were
+forwarded is freed.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ CHUNK = 1 << 20  # bytes of one file in one report
 STOPPED_SECONDS = 15.0  # seconds that a process may be stopped (SIGSTOP, Ctrl-Z) before that counts as a failure
 WARN_SECONDS = 5.0
 PORTS = range(20_000, 32_000)
-"""Ports to choose the rendezvous port from. They are below those that the system assigns by itself, so that only a
-program that asks for such a port by number can take it."""
+"""The ports from which the port of torch's rendezvous store is chosen. They are below those that the system assigns by
+itself, so that only a program that asks for such a port by number can take it."""
 WORKER_VARIABLES = ("OMP_NUM_THREADS", "PYTHONBREAKPOINT", "RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE")
-"""Variables that Ray changes in the environment of its workers. A rank is no Ray worker, so it gets the values that Ray
+"""The environment variables that Ray changes for its workers. A rank is no Ray worker, so it gets the values that Ray
 itself was started with on the node."""
 EVENTS_VARIABLE = "TRLX_HYBRID_LAUNCH_EVENTS"
 
@@ -99,7 +99,8 @@ class NodeActor:
         self._alone = False
 
     def pid(self) -> int:
-        """Return the id of the actor's process. The answer shows the launcher that the actor has started."""
+        """Return the id of the actor's process. The launcher waits for the answer to know that the actor has
+        started."""
         return os.getpid()
 
     def free_port(self, address: str) -> int:
@@ -186,8 +187,8 @@ class NodeActor:
         happen. Even an empty report shows that the node lives.
 
         Args:
-            seen: the number of the last report that reached the launcher. If a later report was sent and lost, it is
-                sent again.
+            seen: the number of the last report that reached the launcher. If the actor has made a later report, which
+                was lost on the way, it returns that report again.
             output: whether to include what ranks printed; False while the launcher cannot take more of it.
         """
         with self._lock:
@@ -206,12 +207,14 @@ class NodeActor:
                 os.killpg(self._process.pid, which)
 
     def kill(self) -> None:
-        """Kill all processes that this actor started, at once. `poll` can still report what they printed."""
+        """Kill all processes that this actor started, at once. `poll` can still report what those processes have
+        printed."""
         end(self._reaper.owner, 0, 0.0)
 
     def finish(self) -> list[str]:
-        """End the processes that are left, after a moment to end by themselves, and remove the actor's folder. Returns
-        a description of each process that had to be killed and each shared-memory segment that was removed."""
+        """End the processes that are left of the launch on this node, after giving them a moment to end by themselves,
+        and remove the actor's temporary folder. Returns a description of each process that had to be killed and each
+        shared-memory segment that was removed."""
         return self._reaper.finish()
 
     # --- what happens -------------------------------------------------------------------------------------------------
@@ -231,9 +234,9 @@ class NodeActor:
         )
 
     def _events(self) -> tuple[dict[int, int], list[tuple[int | None, int, float]]]:
-        """Read the new lines of the events file, in which `accelerate_launch` records its ranks. Returns the process
-        ids of ranks that have started, by rank, and (rank, exit code or minus the signal's number, time) of those that
-        have ended."""
+        """Read the lines that `accelerate_launch` has added to its file of events since the last call. Returns the
+        process ids of ranks that have started, by rank, and (rank, exit code or minus the signal's number, time) of
+        those that have ended."""
         path = self._folder / "events"
         started, ended = {}, []
         for line in self._new(path).splitlines() if path.exists() else ():
@@ -257,8 +260,8 @@ class NodeActor:
                 yield rank, path.name == "stderr.log", data
 
     def _new(self, path: Path) -> bytes:
-        """Return the bytes that were added to a file since the last call, at most `CHUNK`, and free the file's part
-        that has been read. From the file of events only complete lines are returned."""
+        """Return the bytes that were added to a file since the last call, at most `CHUNK`, and free the disk space of
+        what has been read so far. From the file of events only complete lines are returned."""
         offset = self._offsets.get(path, 0)
         with open(path, "r+b", buffering=0) as file:
             file.seek(offset)
@@ -315,7 +318,12 @@ def _environment(pid: int) -> dict[str, str]:
 
 def _give_back(descriptor: int, size: int) -> None:
     """Free the disk space of the first `size` bytes of a file that another process still writes to. Where the file
-    system cannot do so, nothing happens."""
+    system cannot do so, nothing happens.
+
+    Args:
+        descriptor: the file's descriptor, open for writing.
+        size: the number of bytes.
+    """
     with suppress(OSError, AttributeError):
         keep_size_punch_hole = 1 | 2
         ctypes.CDLL(None).fallocate(descriptor, keep_size_punch_hole, ctypes.c_long(0), ctypes.c_long(size))
@@ -325,10 +333,10 @@ def _give_back(descriptor: int, size: int) -> None:
 
 
 def accelerate_launch() -> int:
-    """Run the command `accelerate launch` in this process, and return its exit code. Threads write to the file of
-    events when a rank starts and how it ends.
+    """Run the command `accelerate launch` in this process, and return its exit code. Threads write to a file, named by
+    the variable `TRLX_HYBRID_LAUNCH_EVENTS`, when a rank starts and how it ends, for the node's actor.
 
-    torchelastic knows it, too, but reports it only when it has ended the other ranks, which may take 30 s.
+    torchelastic notices a rank's end, too, but reports it only when it has ended the other ranks, which may take 30 s.
     """
     from accelerate.commands.launch import main
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -340,7 +348,8 @@ def accelerate_launch() -> int:
         os.write(file, json.dumps(event).encode() + b"\n")
 
     def watch() -> None:
-        """Find the ranks among this process's children, by the variables that accelerate gives to ranks."""
+        """Find the ranks among this process's children, by the environment variables that accelerate gives to ranks.
+        Record each rank's start, and start a thread that waits for its end."""
         known, expected = set[int](), 1
         while len(known) < expected:
             for pid in {child.pid for child in psutil.Process().children()} - known:

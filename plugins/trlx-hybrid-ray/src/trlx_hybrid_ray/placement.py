@@ -33,16 +33,17 @@ Strategy = Literal["pack", "strict_pack", "spread", "strict_spread"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 NODE_LABEL = "ray.io/node-id"
 REFUSE_SECONDS, HOLDERS_SECONDS = 7.0, 3.0
-"""Seconds that a request waits for resources that others hold before it is refused, and seconds that Ray then has to
-name the holders: ten in all."""
+"""`REFUSE_SECONDS`: the seconds that a request waits for resources that others hold before it is refused.
+`HOLDERS_SECONDS`: the seconds that Ray then has to name the holders. They are ten in all."""
 GPU_SECONDS = 120.0
-"""Seconds that a node may take to start the process that tells which GPUs a bundle has. The first one on a busy node
-imports Ray; each further bundle takes milliseconds."""
+"""The seconds that a node may take to start the process that tells which GPUs a bundle of a placement group has. The
+first one on a busy node imports Ray; each further bundle takes milliseconds."""
 POLL = 0.1
 TOLERANCE = 1e-4
 """The tolerance when amounts of resources are compared: Ray counts them in ten-thousandths."""
 SET_ASIDE = "TRLX_HYBRID_RAY_SET_ASIDE"
-"""The variable in which ranks find the resources that their launcher has reserved for them, see `placement_file`."""
+"""The name of the environment variable in which ranks of `trlx-hybrid launch --placement` find, as JSON, the resources
+that the launcher has reserved for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +75,7 @@ class Node:
 
 
 def alive_nodes() -> list[Node]:
-    """Return the nodes of the cluster that are alive, sorted by address."""
+    """Return the nodes of the cluster that are alive, sorted by address, with their free resources as of now."""
     import ray
 
     free = free_resources()
@@ -131,7 +132,8 @@ class PlacementRequest:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """The resources of one replica by Ray's names for them, "CPU" and "GPU", for Ray's placement group."""
+        """The resources of one replica as amounts by Ray's names, "CPU" and "GPU": the content of a bundle of Ray's
+        placement group."""
         amounts = {"CPU": self.cpus * self.size, "GPU": self.gpus * self.size}
         return {name: amount for name, amount in amounts.items() if amount}
 
@@ -139,6 +141,7 @@ class PlacementRequest:
         """Return whether all replicas fit on these nodes.
 
         Args:
+            nodes: the nodes that the request may use.
             empty: whether to count all resources of the nodes, as if nothing ran there, rather than the free ones.
         """
         room = []
@@ -159,7 +162,9 @@ class Bundle:
 
     Attributes:
         index: the bundle's index in Ray's placement group.
-        gpus: the GPUs as `CUDA_VISIBLE_DEVICES` on the node names them, in order; empty without GPUs.
+        node: the node on which Ray has reserved the bundle.
+        gpus: the numbers or UUIDs of the GPUs, as `CUDA_VISIBLE_DEVICES` takes them on the node, in order; empty
+            without GPUs.
     """
 
     index: int
@@ -169,14 +174,17 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Placement:
-    """The reserved resources of all workers of a request: a Ray placement group with a bundle for each replica. As a
-    context manager, it gives them back at the end.
+    """The reserved resources of all workers of a request: a Ray placement group with a bundle for each replica. Leaving
+    its `with` block gives the resources back.
 
     A worker's rank is replica * size + its number in the replica. Replicas are numbered by node and GPU, which may
     differ from the order of Ray's bundles.
 
     Attributes:
-        lent: whether the resources were reserved by the launcher of this run, which also gives them back.
+        request: the request that was granted.
+        group: Ray's placement group.
+        bundles: the bundle of each replica, by the replica's number.
+        lent: whether the launcher of this run has reserved the resources, and will give them back itself.
     """
 
     request: PlacementRequest
@@ -232,8 +240,9 @@ class Placement:
         return "\n".join(lines)
 
     def remove(self) -> None:
-        """Give all resources back to Ray, which then kills the actors that run in the placement. Resources that the
-        launcher reserved only become available to another part of this process."""
+        """Give all resources back to Ray, which then kills the actors that run in the placement. If the launcher has
+        reserved them (`lent`), nothing is given back to Ray; the next call of `reserve` in this process may then take
+        them."""
         if self.lent:
             _taken.discard(self.request.name)
         else:
@@ -256,6 +265,7 @@ def reserve(
     under the request's name.
 
     Args:
+        request: the workers, and the resources of each.
         deadline: seconds until a refusal; None waits for ever.
         show: a function that gets the map of workers and nodes as text, before any worker starts.
 
@@ -316,15 +326,25 @@ def _means(asked: str, node: Node) -> bool:
 
 
 def _selector(request: PlacementRequest, allowed: Sequence[Node]) -> dict[str, str]:
-    """Return Ray's label selector for each bundle of a request, made from the request's labels and the nodes that it
-    names."""
+    """Return the label selector with which Ray chooses nodes for a request's bundles, made from the request's labels
+    and the nodes that the request names.
+
+    Args:
+        request: the request.
+        allowed: the nodes that the request may use.
+    """
     nodes = {NODE_LABEL: f"in({','.join(node.id for node in allowed)})"} if request.nodes else {}
     return dict(request.labels or {}) | nodes
 
 
 def _created(request: PlacementRequest, selector: dict[str, str]) -> PlacementGroup:
     """Create Ray's placement group for a request, and return it without waiting: Ray reserves the resources in the
-    background. Ray keeps a group that does not fit waiting for ever."""
+    background. A group for which there is no room waits for ever.
+
+    Args:
+        request: the request.
+        selector: Ray's label selector for each bundle; empty for none.
+    """
     from ray.util.placement_group import placement_group
 
     group: PlacementGroup = placement_group(
@@ -337,11 +357,12 @@ def _created(request: PlacementRequest, selector: dict[str, str]) -> PlacementGr
 
 
 def _bundles(request: PlacementRequest, group: PlacementGroup, nodes: Sequence[Node]) -> tuple[Bundle, ...]:
-    """Return the bundles of a placement group that Ray has reserved, sorted by node and GPU. Ray chooses GPUs when it
-    commits a bundle, in no promised order, and only a task that runs in the bundle can find out which.
+    """Return the bundles of a placement group that Ray has reserved, sorted by node and GPU. Ray chooses the GPUs of a
+    bundle when it reserves the bundle, in no promised order. Only a task that runs in the bundle can find out which
+    GPUs they are.
 
     Raises:
-        PlacementError: a node starts no process, joined the cluster just now, or left it.
+        PlacementError: a node starts no process, or it joined or left the cluster since `nodes` were listed.
     """
     from ray.util import placement_group_table
 
@@ -356,8 +377,8 @@ def _bundles(request: PlacementRequest, group: PlacementGroup, nodes: Sequence[N
 
 
 def _with_gpus(request: PlacementRequest, group: PlacementGroup, bundles: Sequence[Bundle]) -> list[Bundle]:
-    """Return the bundles with their field `gpus` filled in, by asking a task in each. A node's bundles are asked one
-    after another; for calls at the same time, Ray would start a process for each bundle.
+    """Return the bundles with their field `gpus` filled in. A Ray task in each bundle finds out the GPUs. A node's
+    tasks run one after another, because for tasks at the same time Ray would start a process for each.
 
     Raises:
         PlacementError: a node started no process in time, or was lost.
@@ -412,12 +433,12 @@ _taken: set[str] = set()  # names that this process has taken
 
 
 def _set_aside(request: PlacementRequest) -> Placement:
-    """Return the placement that the launcher has reserved under the request's name: for all ranks together, or this
-    rank's share of it.
+    """Return the placement that the launcher of this run has reserved under the request's name. For the engines it is
+    the whole reservation; for a reward or an environment, which every rank makes for itself, it is this rank's part.
 
     Raises:
-        PlacementError: the launcher has reserved nothing or something else under this name, or another part of the run
-            has taken the placement.
+        PlacementError: the launcher has reserved nothing or something else under this name, or another part of this
+            process has taken the placement.
     """
     from ray import PlacementGroupID
     from ray.util.placement_group import PlacementGroup
@@ -460,12 +481,13 @@ def _of_bundle(bundle: Mapping[str, float]) -> str:
 
 
 def _refusal(request: PlacementRequest, nodes: Sequence[Node], allowed: Sequence[Node], waited: float | None) -> str:
-    """Return the message for a request that is refused: the reason, the way out, and a table of who holds what.
+    """Return the message for a request that is refused: the reason, the way out, and a table of who holds which
+    resources.
 
     Args:
         nodes: all nodes of the cluster, for the table.
         allowed: the nodes that the request may use.
-        waited: seconds that it waited for the resources; None where it cannot fit even on empty nodes.
+        waited: the seconds that the request waited for the resources; None where it cannot fit even on empty nodes.
     """
     lines = [_reason(request, allowed, empty=waited is None)]
     holders = answer(_holders)
@@ -505,8 +527,8 @@ def _reason(request: PlacementRequest, nodes: Sequence[Node], *, empty: bool) ->
 
 
 def _holders() -> Mapping[str, Mapping[str, Mapping[str, float]]]:
-    """Return which resources are held, by node id, holder and resource. Holders are placement groups and, where Ray's
-    State API answers, which takes a dashboard, single actors."""
+    """Return which resources are held, as amounts by node id, holder and resource (such as "GPU"). Holders are
+    placement groups, and single actors if Ray's State API answers, which requires a dashboard."""
     from ray.util import placement_group_table
     from ray.util.state import list_actors
 
@@ -531,7 +553,8 @@ def _held(node: Node, holders: Mapping[str, Mapping[str, Mapping[str, float]]]) 
     """Return a line for each holder of a node's resources, with the amounts, for the table of a refusal.
 
     Args:
-        holders: from `_holders`.
+        node: the node.
+        holders: the amounts that are held, by node id, holder and resource.
     """
     lines = []
     gpus, cpus = node.gpus - node.free_gpus, node.cpus - node.free_cpus

@@ -1,7 +1,9 @@
-"""The file of `trlx-hybrid launch --placement FILE`, which places all parts of a run in one YAML block.
+"""The file of `trlx-hybrid launch --placement FILE`: a YAML mapping that says on which nodes and with which resources
+ranks, engines, rewards and environments run.
 
-The launcher reserves all resources before anything starts, prints the map, and tells the ranks which resources are
-reserved for them. `reserve` in a rank then takes from these.
+The launcher reserves all resources before anything starts, prints where they are, and tells the ranks in an environment
+variable which resources are reserved for engines, rewards and environments. `placement.reserve` in a rank then returns
+one of these reservations instead of making its own.
 
 ```yaml
 trainer: {replicas: 2, size: 8, gpus: 1}                 # two nodes of eight ranks
@@ -26,12 +28,13 @@ from .placement import Placement, PlacementRequest
 
 TRAINER = "trainer"
 ENGINE = "engine"
-"""The name of the engines' entry in the file. Rank 0 requests it once for all ranks; every other entry is requested by
-each rank for itself."""
+"""The key of the engines' entry in the file. Rank 0 requests the engines' resources once for all ranks; every other
+entry is requested by each rank for itself."""
 
 
 def read(path: str) -> dict[str, PlacementRequest]:
-    """Read a placement file, and return a request for resources for each part of the run, by the part's name.
+    """Read a placement file, and return a request for resources for each of its entries, by the entry's name: "trainer"
+    for the ranks, "engine", "reward NAME" or "environment NAME".
 
     Raises:
         ConfigError: the file is no mapping of names to settings of `PlacementRequest`, or the trainer's entry is
@@ -99,16 +102,17 @@ SETTINGS: dict[str, tuple[tuple[type, ...], str]] = {
     "nodes": ((str, list), "a node, or a list of nodes"),
     "labels": ((dict,), "a mapping of labels"),
 }
-"""The settings that an entry of the file may have: for each, the types that YAML may give it, and what it has to be,
-for messages."""
+"""The settings that an entry of the file may have, by name: for each, the types that its value may have, and a
+description of the value for error messages."""
 
 
 def of_all_ranks(requests: Mapping[str, PlacementRequest], world: int) -> list[PlacementRequest]:
-    """Return what the launcher has to reserve beside the ranks' own resources. The engines' request is returned once,
-    every other request multiplied by the number of ranks, since each rank uses it once.
+    """Return the requests that the launcher has to reserve in addition to the ranks' own resources. The engines'
+    request is returned as it is; every other request is multiplied by the number of ranks, since each rank makes its
+    own rewards and environments.
 
     Args:
-        requests: from `read`, by name.
+        requests: the requests in the placement file, by name, from `read`.
         world: the number of ranks.
     """
     return [
@@ -119,18 +123,19 @@ def of_all_ranks(requests: Mapping[str, PlacementRequest], world: int) -> list[P
 
 
 def in_order(requests: Sequence[PlacementRequest]) -> list[PlacementRequest]:
-    """Sort requests into the order in which they should be reserved, so that all find room. Those with nodes or labels
-    come before those that fit on any node, and large bundles before small ones, which fit between them."""
+    """Sort requests into the order in which they should be reserved, so that all find room. Requests that name nodes or
+    labels come before those that may use any node, and large bundles before small ones, which fit into what is left."""
     return sorted(requests, key=lambda r: (not (r.nodes or r.labels), -r.gpus * r.size, -r.cpus * r.size))
 
 
 def told(placements: Sequence[Placement], world: int, ranks: range, path: str) -> str:
-    """Return, as JSON for an environment variable, the reserved resources that the ranks of one node may use.
-    `placement.reserve` reads it in the ranks. It is made per node, because the reservations for all ranks could exceed
-    the 128 KiB that a variable can hold.
+    """Return, as JSON for an environment variable, the reservations of engines, rewards and environments that the ranks
+    of one node may use. In a rank, `placement.reserve` reads the variable, and returns one of these reservations
+    instead of making its own. There is one text per node, because the reservations for all ranks could exceed the 128
+    KiB that a variable can hold.
 
     Args:
-        placements: the reserved resources of all parts but the ranks.
+        placements: what the launcher has reserved for engines, rewards and environments.
         world: the number of ranks of the run.
         ranks: the ranks on this node.
         path: the placement file, for messages.

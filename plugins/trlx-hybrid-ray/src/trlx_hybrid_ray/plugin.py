@@ -35,7 +35,7 @@ def _refuses(session: Session, options: RemoteOptions) -> str | None:
 
 @hookimpl
 def trlx_register(registry: Registry) -> None:
-    """Offer the remote engine (`engine="remote"`), whose vLLM servers run in Ray actors."""
+    """Offer the remote engine (`engine="remote"`), which samples on servers, such as vLLM's, in Ray actors."""
     registry.offer(
         "engine",
         "remote",
@@ -62,7 +62,8 @@ def trlx_command(commands: _SubParsersAction[ArgumentParser]) -> None:
 
 @hookimpl
 def trlx_doctor(options: Namespace) -> Iterator[Finding] | None:
-    """Check a Ray cluster, where the option `--ray` of `trlx-hybrid doctor` asks for it."""
+    """Return an iterator that checks a Ray cluster and yields the lines of the doctor's report on it; None without the
+    option `--ray` of `trlx-hybrid doctor`."""
     from .doctor import findings
 
     return findings(options)

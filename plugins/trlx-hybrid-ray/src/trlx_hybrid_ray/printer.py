@@ -22,8 +22,8 @@ ROOM = 64 << 20  # bytes that may wait for a blocked terminal
 
 
 def say(text: str) -> None:
-    """Print a line of the launcher or the plugin on standard error. A closed standard error does not disturb the
-    run."""
+    """Print a message of the launcher or of this package on standard error. If standard error is closed, nothing
+    happens."""
     with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
@@ -35,8 +35,8 @@ LAUNCHER: Source = (-1, None, True)
 
 
 def prefixes(nodes: int, ranks_per_node: int) -> dict[tuple[int, int | None], str]:
-    """Return the text that is put before each line, by the node's number and the rank (None for accelerate itself).
-    Ranks are numbered node by node."""
+    """Return the text that is put before each line of output, such as "[node 0 rank 3] ", by the node's number and the
+    rank (None for `accelerate launch` itself). Ranks are numbered node by node."""
     width, found = len(str(nodes * ranks_per_node - 1)), dict[tuple[int, int | None], str]()
     for number in range(nodes):
         node = f"node {number} " if nodes > 1 else ""
@@ -48,7 +48,8 @@ def prefixes(nodes: int, ranks_per_node: int) -> dict[tuple[int, int | None], st
 
 @dataclass(slots=True)
 class _Line:
-    """The line of one source that has no line end yet, and the decoder of the source's bytes."""
+    """The output of one source (a rank's standard output or error) since its last line end, and the decoder of the
+    source's bytes."""
 
     decoder: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
     rest: list[str] = field(default_factory=list)
@@ -58,11 +59,12 @@ class _Line:
 
 
 class Printer:
-    """A printer of all ranks' output, line by line. It prints in a thread of its own, so that a blocked terminal stops
-    neither signals nor the run.
+    """A printer of all ranks' output, line by line. It prints in a thread of its own, so that a blocked terminal delays
+    neither the handling of signals nor the run.
 
     Args:
-        names: the prefixes of lines, from `prefixes`. The launcher's own lines have none.
+        names: the texts to put before lines, by node and rank, from `prefixes`. The launcher's own lines have none.
+        out, err: the binary files for standard output and standard error, such as `sys.stdout.buffer`.
     """
 
     def __init__(self, names: Mapping[tuple[int, int | None], str], out: BinaryIO, err: BinaryIO) -> None:
@@ -82,7 +84,12 @@ class Printer:
         return self._taken - self._shown < ROOM
 
     def write(self, source: Source, data: bytes) -> None:
-        """Queue bytes that a rank printed. They may be cut anywhere, even within a character."""
+        """Queue bytes that a rank printed. They may end anywhere, even within a character.
+
+        Args:
+            source: the node's number, the rank (None for `accelerate launch` itself), and whether it is standard error.
+            data: the bytes.
+        """
         self._taken += len(data)
         self._queue.put((source, data))
 
@@ -91,8 +98,8 @@ class Printer:
         self.write(LAUNCHER, f"{text}\n".encode())
 
     def close(self, seconds: float | None = None) -> bool:
-        """Print what is queued, and end an unfinished line. Returns whether that was done within `seconds` (None waits
-        for ever)."""
+        """Print what is queued, end an unfinished line, and end the printing thread. Returns whether that was done
+        within `seconds` (None waits for ever)."""
         self._queue.put(None)
         self._thread.join(seconds)
         return not self._thread.is_alive()

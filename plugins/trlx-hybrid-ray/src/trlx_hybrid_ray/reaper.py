@@ -32,8 +32,8 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 OWNER_VARIABLE = "TRLX_HYBRID_OWNER"
-"""The environment variable that marks descendants of a process with a reaper. Its value is the owner's number,
-`Reaper.owner`."""
+"""The environment variable that marks the descendants of a process that has a reaper (the owner). Its value is the
+number of the owner, `Reaper.owner`."""
 MARKED_LIMIT = 10
 """The resource limit that marks descendants even where they lose the variable: RLIMIT_LOCKS of `setrlimit(2)`, which
 has had no effect since Linux 2.4.25. Its soft value is the owner's number."""
@@ -50,8 +50,8 @@ KILL_SECONDS = 5.0  # seconds from SIGKILL until a process counts as one that ca
 
 
 class Reaper:
-    """The reaper of this process: another process, which ends everything that this one, the owner, starts from now on.
-    It does so when the owner is gone or calls `finish`.
+    """The reaper of this process, the owner: another process, which ends all processes that the owner starts from now
+    on. It does so when the owner is gone or calls `finish`.
 
     Args:
         grace: seconds that descendants have to end by themselves.
@@ -63,7 +63,7 @@ class Reaper:
         owner: a number that no other process of this machine has: the value of `OWNER_VARIABLE` and `MARKED_LIMIT`.
 
     Raises:
-        HybridError: the reaper does not start. Names the node, the reason and the way out.
+        HybridError: the reaper does not start; the message names the node, the reason and the way out.
     """
 
     def __init__(self, grace: float = GRACE, folder: str = "", *, segments: bool = True) -> None:
@@ -97,7 +97,8 @@ class Reaper:
 
 
 def _watching(arguments: list[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start the reaper's process, which runs `main`, and return it once it watches.
+    """Start the reaper's process, which runs `main`, and return that process once it has said that it watches the
+    owner.
 
     Args:
         arguments: the arguments of `main`, as text.
@@ -133,8 +134,9 @@ def _mark(number: int | None) -> None:
 
 
 def descendants(owner: str, pid: int) -> list[psutil.Process]:
-    """Return the processes that an owner has started, directly or not: those that bear one of its marks, or are in the
-    process group or session of `pid`. The list contains neither `pid` itself nor this process.
+    """Return the processes that an owner has started, directly or not: those that bear the owner's mark (in an
+    environment variable or a resource limit), or are in the process group or session of `pid`. The list contains
+    neither `pid` itself nor this process.
 
     Args:
         owner: the owner's number, `Reaper.owner`; "" for none.
@@ -194,7 +196,8 @@ def _signal(owner: str, pid: int, which: signal.Signals, seconds: float) -> set[
     Returns the ids of the processes that got the signal.
 
     Args:
-        owner, pid: the owner's number and a process id, as in `end`.
+        owner: the owner's number, `Reaper.owner`; "" for none.
+        pid: the id of a process; processes in its group or session get the signal, too. 0 for none.
         which: the signal.
         seconds: the time to wait.
     """
@@ -218,6 +221,10 @@ class Segments:
 
     A killed process leaves its segments, which keep their memory. Segments that neither Python's resource tracker nor
     torch's manager cleans up have to be removed, and their creator cannot be found out afterwards.
+
+    Args:
+        owner: the number that marks the process's descendants, `Reaper.owner`; "" for none.
+        pid: the id of the process.
     """
 
     def __init__(self, owner: str, pid: int) -> None:
@@ -227,8 +234,8 @@ class Segments:
         self._created = _names_created(SHARED_MEMORY)
 
     def look(self) -> None:
-        """Record the new segments that the process or a descendant maps. Where no new name has appeared in /dev/shm it
-        reads no processes, of which there may be thousands."""
+        """Record the new segments that the process or a descendant maps; call it often. Where no new name has appeared
+        in /dev/shm, it reads nothing about processes, of which there may be thousands."""
         now = time.monotonic()
         with suppress(OSError):
             names = filter(SEGMENT.fullmatch, os.listdir(SHARED_MEMORY))
@@ -259,8 +266,8 @@ class Segments:
 
 
 def _names_created(folder: str) -> list[int]:
-    """Return a descriptor that can be read when a name has appeared in a folder (inotify), in a list; empty where the
-    system has no more.
+    """Return a list of one file descriptor that can be read when a name has appeared in a folder (inotify). The list is
+    empty where the system gives no more such descriptors.
 
     A process may be killed within milliseconds of making a segment: looking from time to time would miss it.
     """

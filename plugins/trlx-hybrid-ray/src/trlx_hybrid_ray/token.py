@@ -28,8 +28,12 @@ def make(folder: Path) -> Path:
 
 
 def given(environment: Mapping[str, str]) -> bool:
-    """Return whether this environment gives the user a token where Ray looks for one: in Ray's variables, or in
-    `~/.ray/auth_token`."""
+    """Return whether Ray would find a token in this environment: in Ray's variables, or in the file
+    `~/.ray/auth_token`.
+
+    Args:
+        environment: the environment variables, such as `os.environ`.
+    """
     if environment.get(TOKEN) or environment.get(PATH):
         return True
     return (Path(environment.get("HOME", "/nonexistent")) / ".ray" / "auth_token").is_file()

@@ -1,5 +1,5 @@
-"""Functions that wait for answers of Ray actors, with a deadline, and the types of what they wait for. Only time in
-which this process ran counts, not time in which it was suspended."""
+"""Functions that wait for answers of Ray actors, with a deadline, and the types of such references and handles. Towards
+a deadline only time counts in which this process ran, not time in which it was suspended."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ Reference: TypeAlias = "ObjectRef[Any]"
 
 
 class Method(Protocol):
-    """A method of an actor, as Ray's handle has it."""
+    """A method of an actor, as a type for type checkers: what Ray's handle has under the method's name."""
 
     def remote(self, *args: object, **kwargs: object) -> Reference:
-        """Call the method, and return at once."""
+        """Call the method and return at once, with a reference to the answer."""
 
 
 class Handle(Protocol):
-    """Ray's handle of an actor. Ray's own type of it knows no methods."""
+    """Ray's handle of an actor, as a type for type checkers: any attribute is a method of the actor. Ray's own type has
+    no methods."""
 
     def __getattr__(self, name: str) -> Method: ...
 
 
 class RunningClock:
-    """A clock that counts only the seconds in which this process ran, for deadlines on answers of other processes. It
-    has to be read about once a second.
+    """A clock that counts only the seconds in which this process ran, for deadlines on answers of other processes. Call
+    `now` about once a second, or time is lost.
 
     A process that is stopped (SIGSTOP, a suspended machine) receives nothing from other processes meanwhile, so that
-    time says nothing about them. Of the time between two reads, no more than `2 * LOOK` counts.
+    time says nothing about them. Of the time between two calls of `now`, no more than `2 * LOOK` seconds count.
     """
 
     def __init__(self) -> None:

@@ -1,2 +1,2 @@
-"""Weight resharding between training and rollout layouts: a plan of which rank sends which slice of which parameter to
-whom."""
+"""Weight resharding between the training and the rollout layout (how the trainer and how the engines shard the
+parameters): a plan of which rank sends which slice of which parameter to whom."""

@@ -1,8 +1,10 @@
-"""The ranks' agreement before weights move: every rank is there, and all of them are about to do the same weight sync.
+"""Checks that all ranks make together before weights move: every rank has come, and all are about to do the same weight
+sync.
 
-A rank that waits for others can tell which rank is missing, and whether that rank is alive. Each rank counts the
-collective steps that it has entered in torch's rendezvous store. Beside NCCL's work on the device, the ranks meet over
-gloo's sockets, which close when their process ends. So a dead rank is told from a slow one, which is waited for.
+A rank that waits for others can tell which rank is missing, and whether that rank is alive. For this, each rank writes
+the number of collective steps that it has entered into torch's rendezvous store. The ranks also meet over gloo, whose
+sockets close when a process ends: a closed socket means a dead rank. A slow rank keeps its socket open, and is waited
+for.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ POLL = 2e-5
 TELL = 60.0
 """Seconds between two log lines that name the ranks for which this rank waits."""
 ANSWER = 1.0
-"""Seconds within which every rank that found a sync broken has recorded it in the store."""
+"""Seconds to wait, once a sync has failed, before the store is read for the ranks that have not entered the step: until
+then, every living rank has recorded itself there."""
 
 
 class Agreement:
@@ -37,8 +40,8 @@ class Agreement:
     Args:
         rank: the number of this rank.
         world: the number of ranks.
-        deadline: seconds to wait for a living rank.
-        stall: seconds for NCCL's all-reduce to complete once all ranks have come, which normally takes none.
+        deadline: seconds to wait for a rank that is alive and does not come.
+        stall: seconds that NCCL's all-reduce may take once all ranks have come; normally it completes at once.
 
     Attributes:
         group: the gloo process group of all ranks; None for a single rank.
@@ -88,7 +91,8 @@ class Agreement:
         return gathered
 
     def compare_over(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Compare numbers over this process group from now on, because NCCL takes a tenth of gloo's time.
+        """Make `compare` read its result from an all-reduce over this NCCL group from now on, because NCCL takes a
+        tenth of gloo's time. Gloo's all-reduce still runs beside it, to notice dead ranks.
 
         Args:
             group: an NCCL group of all ranks.
@@ -126,8 +130,8 @@ class Agreement:
         return bool((most == ~least).all()), bool(raised)
 
     def roll_call(self) -> str:
-        """Return a sentence on which ranks still answer, for the error message of a sync that all ranks entered and
-        that does not go on."""
+        """Return a sentence on which ranks still answer, for the error message of a sync that all ranks have started
+        and in which data no longer arrives."""
         self._enter()
         time.sleep(ANSWER)
         missing = self._missing()
@@ -139,7 +143,7 @@ class Agreement:
 
     def _on_device(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
         """Start the all-reduce (maximum) of int64 values over NCCL. Returns the pinned CPU tensor that will get the
-        result, and the CUDA event that says when it is there."""
+        result, and a CUDA event; once the device has reached this event, the result is there."""
         assert self._fast is not None
         group, device = self._fast
         there = values.pin_memory().to(device, non_blocking=True)
@@ -149,16 +153,17 @@ class Agreement:
         return back, torch.cuda.current_stream(device).record_event()
 
     def _wait(self, what: str, began: float, meeting: Work, event: torch.cuda.Event | None) -> None:
-        """Wait for an all-reduce of all ranks, and log every minute for which rank.
+        """Wait until an all-reduce of all ranks has completed. Every minute, log the ranks that have not come yet.
 
         Args:
             what: the step that the ranks enter, for messages.
             began: the time at which this rank came, in seconds of `time.monotonic`.
             meeting: gloo's work handle, which fails if a rank has died, and at the deadline.
-            event: the CUDA event to wait for; None waits for `meeting`.
+            event: the CUDA event that marks the end of NCCL's all-reduce; None waits for gloo's, `meeting`, alone.
 
         Raises:
-            PeerLostError: a rank died or did not come in time, or all ranks came and the event did not.
+            PeerLostError: a rank died or did not come in time, or all ranks came and NCCL did not complete within
+                `stall` seconds.
         """
         tell, met = began + TELL, None
         while event is None or not completed(event):
@@ -195,13 +200,13 @@ class Agreement:
         self._store.set(f"at/{self._rank}", str(self._round))  # does not wait for an answer
 
     def _lost(self, what: str, waited: str, error: Exception | None) -> PeerLostError:
-        """Return the error for a step to which some ranks did not come.
+        """Return the error for a step to which some ranks did not come. It names these ranks.
 
         Args:
             what: the step, for the message.
             waited: the time waited, as text; "" for the whole deadline.
-            error: gloo's error if a connection has closed, that is, if a rank has died or left; None for a rank that
-                lives.
+            error: gloo's error if a connection has closed, that is, if a rank has died or left; None if the missing
+                rank is alive.
         """
         if error is not None:
             time.sleep(ANSWER)  # a closed connection is seen at once, before other living ranks have entered
@@ -223,7 +228,8 @@ class Agreement:
         return " and ".join(f"rank {rank}" for rank in ranks)
 
     def _missing(self) -> list[int]:
-        """Return the ranks that have not entered the collective step that this rank is in."""
+        """Return the ranks that have not entered the collective step that this rank is in; an empty list if the store
+        is gone."""
         try:
             return [rank for rank in range(self._world) if self._round_of(rank) < self._round]
         except RuntimeError:  # the rank that held the store is gone
@@ -242,14 +248,14 @@ class Agreement:
 
 
 def completed(event: torch.cuda.Event) -> bool:
-    """Return whether the device has reached an event. torch's own method has no type."""
+    """Return whether the device has reached an event. It is `event.query()`, to which torch gives no type."""
     query: Callable[[], bool] = event.query
     return query()
 
 
 def model_difference(theirs: Sequence[Mapping[str, tuple[int, ...]]]) -> str | None:
-    """Describe the first rank that trains another model than rank 0, and the first parameter that differs. Returns None
-    if all ranks train the same model.
+    """Return an error message on the first rank that trains another model than rank 0, and the first parameter that
+    differs. Returns None if all ranks train the same model.
 
     Args:
         theirs: for each rank, the shape of every parameter, by name.
@@ -266,10 +272,11 @@ def model_difference(theirs: Sequence[Mapping[str, tuple[int, ...]]]) -> str | N
 
 
 def plan_difference(theirs: Sequence[Sequence[int]]) -> str:
-    """Describe the first rank that is about to do another weight sync than rank 0.
+    """Return an error message on the first rank that is about to do another weight sync than rank 0.
 
     Args:
-        theirs: for each rank, its weight version, followed by the 64-bit digests of its plans.
+        theirs: for each rank, its weight version, followed by 64-bit digests (hashes) of the transfers that it has
+            planned.
     """
     other = next(rank for rank, numbers in enumerate(theirs) if numbers != theirs[0])
     return (

@@ -1,4 +1,5 @@
-"""The schedule of a reshard: all transfers between all ranks in one common order, divided into buckets of limited size.
+"""The schedule of a reshard (a move of the weights from one sharding to another): all transfers between all ranks in
+one common order, divided into buckets of limited size.
 
 Every rank computes the same buckets from the two layouts, so that sender and receiver agree on when a transfer happens.
 The transfers are ordered by layer, counted within the engine's pipeline stage, so that all stages fill at the same
@@ -19,13 +20,14 @@ from .plan import ModelSharding
 from .sharding import Ints, Sharding, length, overlap
 
 CAPACITY = 256 << 20
-"""The capacity of a bucket in bytes: what one rank receives and packs for it, unless a single row of a tensor is
-larger."""
+"""The default capacity of a bucket in bytes: what one rank receives and packs for it, unless a single row of a tensor
+is larger."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buckets:
-    """The schedule of a reshard: the number of the bucket in which each part of each parameter moves.
+    """The schedule of a reshard: the number of the bucket in which each part of each parameter moves. A bucket is a
+    limited number of bytes that are sent together.
 
     The tuples have one entry per parameter class, that is, per parameter of the model with all its layers.
 
@@ -54,15 +56,15 @@ class Buckets:
 def bucketed(
     model: Model, source: ModelSharding, target: ModelSharding, capacity: int = CAPACITY, *, cast: bool = False
 ) -> Buckets:
-    """Divide the transfers of a reshard into buckets, in the same way on every rank.
+    """Divide the transfers of a reshard into buckets (each a limited number of bytes that are sent together), in the
+    same way on every rank.
 
     Args:
         model: the parameters to move.
-        source: the layout of the model before the reshard.
+        source: the layout of the model before the reshard: which rank holds which part of each parameter.
         target: its layout after the reshard.
         capacity: the bytes that one rank receives and packs for one bucket.
-        cast: whether the tensors to be sent have another dtype than the one on the wire, so that all of them are
-            packed.
+        cast: whether the weights are stored in another dtype than they are sent in, so that all of them are packed.
     """
     shardings = [(source.sharding(p), target.sharding(p).within(p.extent)) for p in model.parameters]
     costs = [_cost(*pair, model.itemsize, cast) for pair in shardings]
@@ -83,8 +85,8 @@ def bucketed(
 
 
 def _rounds(source: Sharding, target: Sharding, moved: int, capacity: int) -> tuple[int, bool]:
-    """Return how one layer of a parameter is cut into rounds: the number of rounds, and whether the parts before the
-    reshard are cut rather than those after it.
+    """Return in how many rounds one layer of a parameter moves, each with another share of its rows, so that a round
+    fits into a bucket; and whether the parts before the reshard are cut into these shares, rather than those after it.
 
     Args:
         source: the parameter's sharding before the reshard.
@@ -99,10 +101,11 @@ def _rounds(source: Sharding, target: Sharding, moved: int, capacity: int) -> tu
 
 
 def _order(model: Model, depths: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield the layers of all parameters in the order of a forward pass, as pairs (number of the parameter class, layer
-    counted within its pipeline stage).
+    """Yield the layers of all parameters in the order of a forward pass, as pairs: the number of the parameter class
+    (one parameter in all its layers), and the number of the layer within its pipeline stage.
 
     Args:
+        model: the parameters.
         depths: for each parameter class, the most layers of it in one pipeline stage.
     """
     stages = [p.stage for p in model.parameters]
@@ -120,8 +123,8 @@ def _cost(source: Sharding, target: Sharding, itemsize: int, cast: bool) -> tupl
     Args:
         source: the parameter's sharding before the reshard.
         target: its sharding after the reshard.
-        itemsize: bytes per element on the wire.
-        cast: whether the sent tensors have another dtype than the wire, so that all of them are packed.
+        itemsize: bytes per element as it is sent.
+        cast: whether the weights are stored in another dtype than they are sent in, so that all of them are packed.
     """
     wanted, own = _one_layer(target), _kept(source, target)
     received = int((wanted - own).max()) * itemsize
@@ -143,7 +146,7 @@ def _one_layer(sharding: Sharding) -> Ints:
 
 def _kept(source: Sharding, target: Sharding) -> Ints:
     """Return the number of elements of one layer that each rank holds both before and after the reshard, int64 of shape
-    (ranks,). It is 0 for a rank that lacks a layer of its target altogether."""
+    (ranks,). It is 0 for a rank that, before the reshard, lacks some of the layers that it holds afterwards."""
     kept, every = (source.held & target.held).astype(np.int64), np.arange(source.world)
     for d, (asked, held) in enumerate(zip(target.pieces_of(every), source.pieces_of(every), strict=True)):
         common = overlap(asked, held)
@@ -152,8 +155,13 @@ def _kept(source: Sharding, target: Sharding) -> Ints:
 
 
 def _unbroken(mine: Sharding, other: Sharding) -> bool:
-    """Return whether, for any two ranks, what both hold is made of whole rows of the first sharding's part, and so is
-    contiguous in that rank's memory."""
+    """Return whether everything that two ranks exchange is contiguous in the memory of one of them, because it is made
+    of whole rows of what that rank holds.
+
+    Args:
+        mine: the parameter's sharding on the side whose memory is looked at, before or after the reshard.
+        other: its sharding on the other side.
+    """
     for own, others in zip(mine.parts[2:], other.parts[2:], strict=True):
         common = overlap(own[:, None], others[None])
         if own.shape[1] > 1 or not ((common == 0) | (common == length(own)[:, None])).all():

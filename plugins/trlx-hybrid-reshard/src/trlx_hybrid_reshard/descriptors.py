@@ -1,5 +1,5 @@
-"""Lists of all boxes that one rank sends, receives and copies in a reshard. A box is one index range per dimension of a
-parameter's layer."""
+"""Lists of all boxes that one rank sends, receives and copies in a reshard (a move of the weights from one sharding to
+another). A box is one index range per dimension of a parameter's layer."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ SLICE = np.dtype(
         ("here", np.int64, (DIMENSIONS,)),
     ]
 )
-"""The numpy dtype that describes one box to be moved.
+"""The numpy dtype that describes one box to be moved. A box is one index range per dimension of a parameter's layer.
 
-The fields: the number of its bucket; the rank at the other end (`peer`); the number of its parameter class; its layer
-as a position in `Parameter.layers`; the box's `start` and `stop` in the whole tensor; and its start in this rank's own
-part of the tensor (`here`), in which all ranges that the rank holds are laid end to end.
+The fields: the number of the group of transfers in which it moves (`bucket`); the rank at the other end (`peer`); the
+number of its parameter class (`parameter`); its layer as a position in `Parameter.layers`; the box's `start` and `stop`
+in the whole tensor; and its start in this rank's own part of the tensor (`here`), in which all ranges that the rank
+holds are laid end to end.
 """
 
 Slices = NDArray[np.void]
@@ -39,14 +40,15 @@ Slices = NDArray[np.void]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Descriptors:
-    """The boxes that one rank receives, sends and copies. Receives and sends are sorted by bucket, peer, parameter,
-    layer and position, so that sender and receiver find the same order.
+    """The boxes that one rank receives, sends and copies in a reshard. A box is one index range per dimension of a
+    parameter. Receives and sends are sorted by bucket, peer, parameter, layer and position, so that sender and receiver
+    find the same order.
 
     Attributes:
         receives, sends: arrays of dtype `SLICE`, one entry per box.
-        copies: the boxes that the rank copies from its own source to its own target, of dtype `SLICE`; `here` is the
-            start in the target.
-        there: the start of each copy in the rank's source, int64 of shape (copies, DIMENSIONS).
+        copies: the boxes that the rank holds both before and after the reshard and so copies itself, of dtype `SLICE`;
+            `here` is the start in what it holds afterwards.
+        there: the start of each copy in what the rank holds before, int64 of shape (copies, DIMENSIONS).
     """
 
     receives: Slices
@@ -56,7 +58,8 @@ class Descriptors:
 
 
 def lower(made: RankPlan, buckets: Buckets) -> Descriptors:
-    """Return the boxes that one rank moves, worked out from its plan.
+    """Return the boxes (one index range per dimension of a parameter) that one rank sends, receives and copies, worked
+    out from its plan.
 
     Args:
         made: the rank's plan, which says for each parameter how much goes to which rank.
@@ -78,7 +81,8 @@ def lower(made: RankPlan, buckets: Buckets) -> Descriptors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Lowering:
-    """One rank's computation of boxes for one parameter class (one parameter in all its layers).
+    """A computation of the boxes that one rank exchanges of one parameter class. A box is one index range per
+    dimension; a parameter class is one parameter in all its layers.
 
     Attributes:
         number: the number of the parameter class in the model.
@@ -94,7 +98,8 @@ class _Lowering:
     buckets: Buckets
 
     def slices(self, peers: Ints, assignment: LayerAssignment | None, *, receiving: bool) -> Slices:
-        """Return the boxes that this rank exchanges with some ranks, as an array of dtype `SLICE`.
+        """Return the boxes (one index range per dimension of a parameter's layer) that this rank exchanges with some
+        ranks, as an array of dtype `SLICE`.
 
         Args:
             peers: the other ranks, int64 of shape (peers,); or the rank itself, for its local copies.
@@ -124,10 +129,11 @@ class _Lowering:
         return np.concatenate(found)
 
     def _share(self, rows: Ints, share: int) -> Ints:
-        """Return the share of some ranks' rows that moves in one round.
+        """Return the index ranges of rows that move in one round. A large parameter moves in several rounds, each with
+        another share of its rows.
 
         Args:
-            rows: the index ranges of the rows, int64 of shape (..., intervals, 2).
+            rows: the index ranges of the rows of some ranks, int64 of shape (..., intervals, 2).
             share: the number of the round.
 
         Returns:
@@ -139,7 +145,7 @@ class _Lowering:
 
 
 def _boxes(crossed: list[Ints], count: int) -> tuple[Ints, Ints]:
-    """Combine the index ranges of all dimensions into boxes, and leave out the empty ones.
+    """Combine the index ranges of all dimensions into boxes (one range per dimension), and leave out the empty ones.
 
     Args:
         crossed: for each dimension, the ranges common to this rank and each peer, int64 of shape (peers or 1, ranges,
@@ -161,7 +167,8 @@ def _boxes(crossed: list[Ints], count: int) -> tuple[Ints, Ints]:
 def _in_layers(
     who: Ints, boxes: Ints, layers: Ints, assignment: LayerAssignment | None, peers: Ints
 ) -> tuple[Ints, Ints, Ints]:
-    """Repeat each box for every layer that both ends hold and that this pair of ranks transfers.
+    """Repeat each box (one index range per dimension of one layer) for every layer that both ends hold and that this
+    pair of ranks transfers.
 
     Args:
         who: the index of each box's peer, (boxes,).
@@ -172,7 +179,8 @@ def _in_layers(
         peers: the ranks of the peers, (peers,).
 
     Returns:
-        As `who` and `boxes`, with one entry per box and layer, and the layer of each entry.
+        The index of the peer and the ranges, as in `who` and `boxes` but with one entry per box and layer, and the
+            layer of each entry.
     """
     depth = np.maximum(layers[:, 1] - layers[:, 0], 0)[who]
     again = np.repeat(np.arange(len(who)), depth)
@@ -185,9 +193,12 @@ def _in_layers(
 
 
 def _here(sharding: Sharding, rank: int, start: Ints) -> Ints:
-    """Return where boxes begin in the rank's own part of the parameter, whose ranges are laid end to end.
+    """Return where boxes (one index range per dimension) begin in the rank's own part of the parameter, in which all
+    ranges that the rank holds are laid end to end.
 
     Args:
+        sharding: the sharding that says which part the rank holds.
+        rank: the rank.
         start: the boxes' starts in the whole tensor, int64 of shape (boxes, DIMENSIONS).
 
     Returns:
@@ -200,7 +211,7 @@ def _here(sharding: Sharding, rank: int, start: Ints) -> Ints:
 
 
 def _sorted(slices: Slices) -> Slices:
-    """Sort boxes by bucket, peer, parameter, layer and start."""
+    """Sort boxes, given as an array of dtype `SLICE`, by bucket, peer, parameter, layer and start."""
     starts = [slices["start"][:, d] for d in reversed(range(DIMENSIONS))]
     keys = [slices[name] for name in ("layer", "parameter", "peer", "bucket")]
     ordered: Slices = slices[np.lexsort((*starts, *keys))]

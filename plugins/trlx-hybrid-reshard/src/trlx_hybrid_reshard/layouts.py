@@ -1,8 +1,9 @@
-"""Layouts, which say which slice of which parameter each rank holds. They are given by a few numbers, and then cut as
-FSDP and vLLM 0.31 do, or are read from a running trainer's DTensors and from what running engines say they hold.
+"""Layouts, which say which slice of which parameter each rank holds. A layout is either given by a few sizes, from
+which the slices follow as FSDP and vLLM 0.31 cut them, or read from running objects: a trainer's DTensors, or the index
+ranges that engines report.
 
-A parameter class is one parameter of the model in all its layers, such as the q_proj.weight of every layer. Layouts and
-plans are made of classes, so their cost does not depend on the number of layers.
+A parameter class is one parameter of the model in all its layers, such as the q_proj.weight of every layer. Layouts,
+and the transfers planned from them, are made of classes, so their cost does not depend on the number of layers.
 """
 
 from __future__ import annotations
@@ -59,11 +60,12 @@ class Parameter:
         stage: the pipeline stages that hold the parameter.
         tp_dim: the dimension that tensor parallelism slices; None for a parameter that is replicated on every TP rank.
         tp_units: the number of indivisible units along `tp_dim`, e.g. attention heads; None if single rows can be cut.
-        unit: the name of these units, for error messages.
+        unit: the name of what `tp_units` counts, for error messages.
         replicable: whether several TP ranks hold the same unit if there are more ranks than units, as with key-value
             heads.
         segments: the number of fused blocks of equal size along `tp_dim`, each sliced by itself: 2 for gate and up.
-        vocabulary: whether the engine pads `tp_dim` with zero rows, see `MeshLayout.vocab_multiple`.
+        vocabulary: whether `tp_dim` counts the vocabulary, which the engine pads with zero rows to a multiple of
+            `MeshLayout.vocab_multiple`.
         expert_dim: the dimension that expert parallelism slices in place of `tp_dim`; None for a parameter that belongs
             to no expert.
     """
@@ -84,7 +86,8 @@ class Parameter:
     @property
     def kind(self) -> str:
         """The parameter's kind: "expert", "vocab", "replicated", "column" (tensor parallelism slices dimension 0) or
-        "row" (it slices another). The kind decides how much of the parameter can stay where it is."""
+        "row" (it slices another dimension). The kind decides how much of the parameter need not be sent in a weight
+        sync."""
         if self.expert_dim is not None:
             return "expert"
         if self.vocabulary:
@@ -101,7 +104,7 @@ class Parameter:
     @property
     def cut(self) -> tuple[Hashable, ...]:
         """A key that is equal for parameters that every layout cuts alike, such as k_proj and v_proj, or gate_proj and
-        up_proj. They are then planned once."""
+        up_proj. The transfers of such parameters are then planned once."""
         how = (self.stage, self.tp_dim, self.tp_units, self.replicable, self.segments, self.vocabulary)
         return (self.shape, tuple(self.layers) if self.depth else len(self.layers), self.depth, self.expert_dim, *how)
 
@@ -113,12 +116,13 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A model as a plan needs it: the names and shapes of its parameters, without weights.
+    """The names and shapes of a model's parameters, without weights, from which the transfers between two layouts are
+    planned.
 
     Attributes:
         name: the model's name, for output.
         parameters: the parameter classes, in the order of a forward pass.
-        itemsize: bytes per element on the wire: 2 for bf16 and fp16.
+        itemsize: bytes per element as it is sent: 2 for bf16 and fp16.
     """
 
     name: str
@@ -127,7 +131,7 @@ class Model:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all parameters, in the wire's dtype."""
+        """The bytes of all parameters, at `itemsize` bytes per element."""
         return self.itemsize * sum(p.elements for p in self.parameters)
 
 
@@ -139,10 +143,11 @@ VLLM_VOCAB_MULTIPLE = 64
 class MeshLayout(types.Layout):
     """A layout of `dp * pp * fsdp * tp` ranks: a product of parallelisms, and how each of them cuts a parameter.
 
-    It extends the user's `trlx_hybrid.Layout`. `MeshLayout(tp=4, pp=2)` is one engine and `MeshLayout(dp=2, tp=4)` is
-    two engines. Ranks are numbered with tp fastest, then fsdp, pp, dp, which is the order of accelerate's meshes and of
-    vLLM's. `fsdp` cuts a rank's `tp` slice, along dimension 0 unless `shard_dims` says otherwise, in `torch.chunk`'s
-    sizes. `pp` and `tp` cut as vLLM does.
+    It extends the user's `trlx_hybrid.Layout`, which has the four sizes: replicas (`dp`), pipeline stages (`pp`), ranks
+    that a replica's parameters are sharded over (`fsdp`) and tensor-parallel ranks (`tp`). `MeshLayout(tp=4, pp=2)` is
+    one engine and `MeshLayout(dp=2, tp=4)` is two engines. Ranks are numbered with tp fastest, then fsdp, pp, dp, which
+    is the order of accelerate's meshes and of vLLM's. `fsdp` cuts a rank's `tp` slice, along dimension 0 unless
+    `shard_dims` says otherwise, in `torch.chunk`'s sizes. `pp` and `tp` cut as vLLM does.
 
     Attributes:
         ep: the number of ranks over which whole experts are distributed (expert parallelism): `tp` or, across replicas,
@@ -212,7 +217,7 @@ class MeshLayout(types.Layout):
         return Sharding(self.world, tuple(parts), tuple(coordinates), held)
 
     def alike(self, parameter: Parameter) -> Hashable:
-        """Return a key that is equal for parameters that this layout shards alike."""
+        """Return a key that is equal for parameters that this layout shards alike, which are then planned once."""
         return parameter.cut, dict(self.shard_dims).get(parameter.name, 0) if self.shard_dims else 0
 
     def _shard_dim(self, parameter: Parameter) -> int:
@@ -262,8 +267,8 @@ def stage_layers(parameter: Parameter, stages: int) -> Ints:
     """Return which of a parameter's layers each pipeline stage holds: int64 of shape (stages, 1, 2), half-open ranges
     of positions in `parameter.layers`.
 
-    Source: vLLM `distributed/utils.py::get_pp_indices`: the remaining layers go to the last stages except the very
-    last.
+    Source: vLLM `distributed/utils.py::get_pp_indices`: layers that are left over by an even division go, one each, to
+    the last stages except the very last.
 
     Args:
         stages: the number of pipeline stages.
@@ -297,13 +302,15 @@ def expert_shares(parameter: Parameter, ranks: int) -> Ints:
 
 def tensor_slices(parameter: Parameter, ways: int, vocab_multiple: int) -> Ints:
     """Return the slices into which tensor parallelism cuts `parameter.tp_dim`: int64 of shape (slices, segments, 2),
-    half-open index ranges. There are `ways` slices, or fewer if several ranks share a key-value head.
+    for each slice one half-open index range in each of the parameter's fused blocks. There are `ways` slices, or fewer
+    if several ranks share a key-value head.
 
     The slices of a vocabulary include the padding beyond its size.
 
     Source: vLLM `layers/linear.py::QKVParallelLinear`, `layers/vocab_parallel_embedding.py::pad_vocab_size`.
 
     Args:
+        parameter: a parameter that has a `tp_dim`.
         ways: the number of tensor-parallel ranks.
         vocab_multiple: the multiple to which a vocabulary is padded.
 
@@ -339,8 +346,8 @@ def _indivisible(parameter: Parameter, ways: int, units: int, relation: str) -> 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LiveSharding:
-    """The layout of a running model, which gives the planner the same methods as `MeshLayout` (the protocol
-    `plan.ModelSharding`).
+    """The layout of a running model: which rank holds which part of each parameter. Like `MeshLayout`, it has the
+    methods that the planner calls (the protocol `plan.ModelSharding`).
 
     Attributes:
         world: the number of ranks.
@@ -361,23 +368,24 @@ class LiveSharding:
 
 
 def read_trainer(tensors: Mapping[str, Tensor], world: int) -> LiveSharding:
-    """Return the layout of the trainer's model.
+    """Return which rank holds which part of each parameter of the trainer's model.
 
     Args:
         tensors: the model's parameters by name: DTensors, or plain tensors, which every rank holds in full (DDP).
         world: the number of ranks.
 
     Raises:
-        ConfigError: see `from_dtensor`.
+        ConfigError: a placement is neither a shard nor a replica, or a device mesh lists its ranks out of order.
     """
     return LiveSharding(world, {name: from_dtensor(tensor, world) for name, tensor in tensors.items()})
 
 
 def from_dtensor(tensor: Tensor, world: int) -> Sharding:
-    """Return the sharding that a DTensor's mesh and placements describe. A plain tensor counts as held in full by every
+    """Return how a DTensor is sharded, from its mesh and placements. A plain tensor counts as held in full by every
     rank.
 
-    FSDP2 over TP appears as `_StridedShard`, whose cut is made inside TP's although its mesh dimension comes first.
+    FSDP2 over tensor parallelism appears as the placement `_StridedShard`: its mesh dimension comes first, but it cuts
+    the slices that the tensor-parallel dimension has made.
 
     Args:
         tensor: a parameter of the trainer's model.
@@ -419,7 +427,8 @@ def read_engines(parameters: Sequence[Parameter], held: Sequence[Mapping[str, Bo
         held: for each rank, the boxes (one index range per dimension) that its engine holds of each parameter, by name.
 
     Raises:
-        ConfigError: what a rank holds of a parameter cannot be written as one set of ranges per dimension.
+        ConfigError: the boxes that a rank holds of a parameter are not all combinations of one set of ranges per
+            dimension.
     """
     return LiveSharding(
         len(held), {p.name: from_boxes(p, [boxes.get(p.name, ()) for boxes in held]) for p in parameters}
@@ -456,8 +465,12 @@ def from_boxes(parameter: Parameter, held: Sequence[Boxes]) -> Sharding:
 
 
 def _part(distinct: Sequence[_Ranges]) -> Ints:
-    """Return the different sets of ranges that ranks hold along one dimension, int64 of shape (sets, intervals, 2).
-    Shorter sets are filled up with empty ranges."""
+    """Return as an array the different sets of index ranges that ranks hold along one dimension: int64 of shape (sets,
+    intervals, 2). Sets with fewer ranges than others are filled up with empty ranges.
+
+    Args:
+        distinct: the sets, each with its ranges (start, stop) in ascending order.
+    """
     most = max(len(ranges) for ranges in distinct)
     filled = [[*ranges, *[(ranges[-1][1], ranges[-1][1])] * (most - len(ranges))] for ranges in distinct]
     return np.array(filled, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The options of the weight path `reshard`."""
+"""The options of `weights="reshard"`, which copies weights from the trainer's shards into tensor-parallel engines."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class ReshardOptions:
         stall: seconds without any data arriving, once all ranks are in the sync, after which the sync counts as failed.
         bucket_bytes: the bytes that one rank receives and packs at a time, which make one bucket. A sync takes at most
             two buckets of extra memory, unless a single row of a tensor is larger.
-        record: whether, on a CUDA device, the copies of a sync are replayed as CUDA graphs from the second sync of its
-            kind on. The buffers that the sync packs into are then kept between syncs.
+        record: whether, on a CUDA device, the copies of a sync are replayed as CUDA graphs from the second sync of the
+            same parameters on. The buffers that the sync packs into are then kept between syncs.
     """
 
     deadline: float = 1800.0

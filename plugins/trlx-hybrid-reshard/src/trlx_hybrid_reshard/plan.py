@@ -1,15 +1,15 @@
 """The reshard plan: how many bytes one rank receives from each other rank, sends to it, and copies from itself, when a
-model goes from one layout (source) to another (target).
+model goes from one layout (source) to another (target). A layout says which part of each parameter each rank holds.
 
 A plan is a pure function of the two layouts. A parameter class is one parameter in all its layers, and a rank holds one
 set of index ranges per dimension of it, so what two ranks have in common is a product of overlaps per dimension.
-Planning therefore takes time by parameter class and rank, not by tensor. Every byte of a rank's target has one origin,
-and no rank receives what it holds. The lower bound |T| − |S ∩ T|, with T the rank's target and S its source, is met
-exactly.
+Planning therefore takes time by parameter class and rank, not by tensor. A rank receives every byte from one other rank
+only, and receives no byte that it holds already. So it receives exactly the least possible: |T| − |S ∩ T|, where T is
+what the rank holds afterwards and S is what it holds before.
 
 A byte that several ranks hold comes from the receiver's own node if a rank there holds it. Holders that are equally
 near take turns over the ranks that ask and over the layers, so that their loads differ by less than one layer. Sender
-and receiver each compute the same answer, without looking at other ranks' plans.
+and receiver each compute the same result, without looking at other ranks' plans.
 
 HybridFlow (arXiv:2409.19256, section 5) reshards by all-gathers inside micro data-parallel groups, which requires a
 training layout made for it. This plan takes the two layouts as they are; `planner.advice` says what better ones save.
@@ -30,8 +30,8 @@ from .sharding import Ints, Sharding, overlap
 
 
 class ModelSharding(Protocol):
-    """The methods of a model's layout that a plan calls. `MeshLayout` has them, and so has a layout that was read from
-    a running model (`LiveSharding`)."""
+    """The methods of a layout (which rank holds which part of each parameter of a model) that a plan calls.
+    `MeshLayout` has them, and so has a layout that was read from a running model (`LiveSharding`)."""
 
     @property
     def world(self) -> int:
@@ -49,7 +49,8 @@ class ModelSharding(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClassPlan:
-    """One rank's plan for one parameter class (one parameter in all its layers), in bytes over all layers.
+    """The transfers of one parameter class (one parameter in all its layers) to and from one rank, in bytes over all
+    layers.
 
     Attributes:
         parameter: the parameter class.
@@ -57,7 +58,7 @@ class ClassPlan:
         receives, sends: the bytes from, or to, each other rank, int64 of shape (ranks,); 0 for the rank itself.
         received_layers, sent_layers: the layers that this rank receives from, or sends to, each other rank, if several
             ranks hold the same data and take turns; None for all layers.
-        floor: |T| − |S ∩ T|, the least that the rank must receive.
+        floor: the bytes that the rank holds after the reshard and not before it: the least that it must receive.
         send_floor: the sum over bytes that others lack, each divided by the number of its holders. It is what the rank
             must send if it is the only holder, and its fair share otherwise.
         local: the bytes that the rank copies from what it holds itself.
@@ -79,12 +80,12 @@ class ClassPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankPlan:
-    """The plan of one rank: what it receives, sends and copies when a model is resharded.
+    """The plan of one rank: how many bytes it receives, sends and copies when a model goes from one layout to another.
 
     Attributes:
         rank: the number of the rank.
         node: the number of each rank's node, int64 of shape (ranks,).
-        classes: one plan per parameter class of the model.
+        classes: one plan per parameter class of the model, that is, per parameter with all its layers.
     """
 
     rank: int
@@ -105,17 +106,20 @@ class RankPlan:
 
     @property
     def floor_bytes(self) -> int:
-        """The least number of bytes that any plan lets this rank receive."""
+        """The least number of bytes that this rank can receive: those that it holds after the reshard and not before
+        it."""
         return sum(c.floor for c in self.classes)
 
     @property
     def send_floor_bytes(self) -> int:
-        """The rank's fair share of the bytes that must be sent: each byte counts for all its holders in equal parts."""
+        """The rank's fair share of the bytes that some rank must send: each byte counts for all ranks that hold it in
+        equal parts."""
         return sum(c.send_floor for c in self.classes)
 
     def totals(self, kind: str | None = None) -> dict[str, int]:
-        """Return the bytes of the plan by what is done with them: received, sent, copied locally, set to zero, and the
-        least that must be received and sent.
+        """Return the bytes of the plan by what is done with them. The keys are `receives_bytes`, `sends_bytes`,
+        `local_copy_bytes`, `zero_bytes` (padding that is set to zero), and for the least that must be received and sent
+        `floor_bytes` and `send_floor_bytes`.
 
         Args:
             kind: the kind of parameters to add up (see `Parameter.kind`); None for all.
@@ -132,17 +136,18 @@ class RankPlan:
 
 
 def plan(model: Model, source: ModelSharding, target: ModelSharding, rank: int, *, ranks_per_node: int = 0) -> RankPlan:
-    """Plan what one rank moves when a model goes from one layout to another.
+    """Plan what one rank receives, sends and copies when a model goes from one layout to another.
 
     Args:
         model: the parameters to move.
-        source: the layout before.
+        source: the layout before: which rank holds which part of each parameter.
         target: the layout after, over the same ranks.
         rank: the rank to plan for.
         ranks_per_node: the number of consecutive ranks that share a node; 0 for a single node.
 
     Raises:
-        ConfigError: the layouts differ in their number of ranks, a size does not divide, or bytes have no holder.
+        ConfigError: the layouts differ in their number of ranks, a size does not divide a parameter, or no rank holds
+            some of the elements that this rank needs.
     """
     if source.world != target.world:
         raise ConfigError(
@@ -162,21 +167,26 @@ def plan(model: Model, source: ModelSharding, target: ModelSharding, rank: int, 
 
 
 def nodes_of(world: int, ranks_per_node: int) -> Ints:
-    """Return the number of each rank's node, int64 of shape (world,), from the number of consecutive ranks that share
-    one; 0 for a single node."""
+    """Return the number of each rank's node, int64 of shape (world,).
+
+    Args:
+        world: the number of ranks.
+        ranks_per_node: the number of consecutive ranks that share a node; 0 for a single node.
+    """
     return np.arange(world, dtype=np.int64) // (ranks_per_node or world)
 
 
 def _class_plan(
     parameter: Parameter, source: Sharding, padded: Sharding, rank: int, node: Ints, itemsize: int
 ) -> ClassPlan:
-    """Plan one parameter class for one rank.
+    """Plan the transfers of one parameter class (one parameter in all its layers) for one rank.
 
     Args:
         source: the parameter's sharding before.
         padded: its sharding after, with the padding of a vocabulary.
+        rank: the rank to plan for.
         node: the node of each rank, (ranks,).
-        itemsize: bytes per element on the wire.
+        itemsize: bytes per element as it is sent.
     """
     target = padded.within(parameter.extent)
     received, local, received_layers = _received(parameter, source, target, rank, node)
@@ -200,11 +210,17 @@ def _class_plan(
 def _received(
     parameter: Parameter, source: Sharding, target: Sharding, rank: int, node: Ints
 ) -> tuple[Ints, int, LayerAssignment | None]:
-    """Work out what one rank receives of one parameter class.
+    """Work out what one rank receives of one parameter class (one parameter in all its layers).
+
+    Args:
+        parameter: the parameter class.
+        source, target: its sharding before and after the reshard.
+        rank: the receiving rank.
+        node: the node of each rank, (ranks,).
 
     Returns:
-        The elements from each rank, shape (ranks,); the elements copied from what this rank holds itself; and the
-            layers that it receives from each rank (None for all).
+        The numbers of elements from each rank, int64 of shape (ranks,); the number copied from what this rank holds
+            itself; and the layers that it receives from each rank (None for all).
 
     Raises:
         ConfigError: no rank holds some of the elements.
@@ -230,11 +246,16 @@ def _received(
 
 
 def _sent(source: Sharding, target: Sharding, rank: int, node: Ints) -> tuple[Ints, int, LayerAssignment | None]:
-    """Work out what one rank sends of one parameter class.
+    """Work out what one rank sends of one parameter class (one parameter in all its layers).
+
+    Args:
+        source, target: the parameter's sharding before and after the reshard.
+        rank: the sending rank.
+        node: the node of each rank, (ranks,).
 
     Returns:
-        The elements to each rank, shape (ranks,); this rank's fair share of what must be sent; and the layers that it
-            sends to each rank (None for all).
+        The numbers of elements to each rank, int64 of shape (ranks,); this rank's fair share of the elements that must
+            be sent; and the layers that it sends to each rank (None for all).
     """
     if not source.holds(rank):
         return np.zeros(source.world, dtype=np.int64), 0, None
@@ -287,8 +308,13 @@ class LayerAssignment:
     holders: Ints
 
     def layers(self, start: Ints, stop: Ints) -> Ints:
-        """Return how many of the layers [start, stop) this rank transfers with each rank. All arrays have shape
-        (ranks,)."""
+        """Return how many of the layers [start, stop) this rank transfers to or from each rank, int64 of shape
+        (ranks,).
+
+        Args:
+            start, stop: for each rank, the range of layers that it and this rank have in common, int64 of shape
+                (ranks,).
+        """
         phase = (self.order - self.key) % self.holders
 
         def before(x: Ints) -> Ints:
@@ -298,7 +324,7 @@ class LayerAssignment:
 
 
 def to_receive(source: Sharding, target: Sharding, rank: int, node: Ints) -> LayerAssignment:
-    """Return which layers this rank receives from every rank that holds something of its target.
+    """Return which layers this rank receives from every rank that holds something that it needs.
 
     Args:
         source, target: the parameter's sharding before and after the reshard.
@@ -319,8 +345,12 @@ def to_receive(source: Sharding, target: Sharding, rank: int, node: Ints) -> Lay
     wanted, asks = _wanted(source, target), target.pieces()
 
     def queue(region: NDArray[np.bool_]) -> Ints:
-        """Return, for the piece that each rank holds, how many earlier ranks of a region ask for it and lack it,
-        (world,)."""
+        """Return, for the part of the parameter that each rank holds, how many ranks before this one need that part and
+        lack it: int64 of shape (world,).
+
+        Args:
+            region: the ranks that are counted, bool of shape (world,).
+        """
         earlier = np.flatnonzero(region[:rank] & (asks[:rank] >= 0))
         own = earlier[held[earlier]]
         own = own[wanted[asks[own], of[own]]]
@@ -335,8 +365,8 @@ def to_send(pieces: Ints, asked: NDArray[np.bool_], rank: int, node: Ints) -> La
     """Return which layers this rank, which holds a part of the parameter, sends to every rank that may need them.
 
     Args:
-        pieces: for each rank, the number of the part that it holds before the reshard, see `Sharding.pieces`.
-        asked: whether each rank's target overlaps what this rank holds, bool of shape (ranks,).
+        pieces: for each rank, a number that identifies what it holds before the reshard; -1 if it holds nothing.
+        asked: whether each rank needs something that this rank holds, bool of shape (ranks,).
         rank: the sending rank.
         node: the node of each rank, (ranks,).
     """
@@ -357,8 +387,8 @@ def to_send(pieces: Ints, asked: NDArray[np.bool_], rank: int, node: Ints) -> La
 
 
 def _wanted(source: Sharding, target: Sharding) -> NDArray[np.bool_]:
-    """Return which parts of two shardings of one parameter overlap: bool of shape (parts of target, parts of source),
-    both numbered as `Sharding.pieces` numbers them."""
+    """Return which ranks' parts of one parameter overlap, before and after the reshard: bool of shape (different parts
+    after, different parts before). The parts are numbered as `Sharding.pieces` does it."""
     touching = np.ones((1, 1), dtype=np.bool_)
     for asked, held in zip(target.parts, source.parts, strict=True):
         both = overlap(asked[:, None], held[None]) > 0

@@ -1,5 +1,6 @@
-"""The entry point by which this package offers the weight path `reshard` and the command `trlx-hybrid reshard-plan`. It
-imports no torch, no vLLM and no numpy, because every installed plugin is loaded at start-up."""
+"""The entry point by which this package offers the weight path `reshard` (a way to bring the policy's weights into the
+engines) and the command `trlx-hybrid reshard-plan`. It imports no torch, no vLLM and no numpy, because every installed
+plugin is loaded at start-up."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
 @hookimpl
 def trlx_register(registry: Registry) -> None:
-    """Offer the weight path `reshard`, for a sharded policy (FSDP2, HSDP, DDP) and tensor-parallel engines."""
+    """Offer `weights="reshard"`, which brings the weights of a sharded policy (FSDP2, HSDP, DDP) into tensor-parallel
+    engines."""
     registry.offer(
         "weights",
         "reshard",

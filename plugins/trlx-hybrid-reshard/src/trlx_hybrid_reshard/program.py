@@ -1,9 +1,11 @@
-"""The program of a weight sync: a plan applied to this rank's tensors. Every view is made once, so that each sync is
-only a few kernel launches per bucket.
+"""The program of a weight sync: all copies and messages on this rank, with the views of tensors that they read and
+write. Every view is made once, so that each sync is only a few kernel launches per bucket (a limited number of bytes
+that are sent together).
 
-A slice is a box of one parameter that goes from one rank to another. Slices are grouped into messages. A large slice is
-a message of its own, so that it can be sent from, and received into, its final place. Small slices that share a bucket
-and a peer are packed into one message. Both ends know sizes and order of the slices, so both find the same messages.
+A slice is a box (one index range per dimension) of one parameter that goes from one rank to another. Slices are grouped
+into messages. A large slice is a message of its own, so that it can be sent from, and received into, its final place.
+Small slices that share a bucket and a peer are packed into one message. Both ends know sizes and order of the slices,
+so both find the same messages.
 """
 
 from __future__ import annotations
@@ -23,22 +25,24 @@ from .descriptors import Descriptors, Slices
 from .sharding import Ints
 
 ALONE = 1 << 20
-"""The size in bytes from which a slice is a message of its own: far above the cost of a message, which is 10 µs, or the
+"""The size in bytes from which a slice of a parameter is sent as a message of its own. A message costs about 10 µs, the
 time in which NVLink moves 3 MB."""
 ALIGNMENT = 256
-"""The alignment of packed slices in bytes, which suits copy kernels and the network."""
+"""The alignment in bytes of slices that are packed into one buffer, which suits copy kernels and the network."""
 
 new_stream: Callable[..., torch.cuda.Stream] = torch.cuda.Stream
-"""The constructor of CUDA streams, with a type, which torch leaves out."""
+"""The constructor of CUDA streams, `torch.cuda.Stream`, annotated with a type, which torch leaves out."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Message:
-    """The bytes that go from one rank to another in one send, within one bucket.
+    """The data that goes from one rank to another in one send or receive. Messages are divided into buckets, which move
+    one after the other.
 
     Attributes:
         peer: the rank at the other end.
-        slices: the boxes that the message contains, of dtype `descriptors.SLICE`, in the order of its bytes.
+        slices: the boxes (one index range per dimension of a parameter) that the message contains, of dtype
+            `descriptors.SLICE`, in the order of its bytes.
         sizes: the number of elements of each box.
     """
 
@@ -61,9 +65,10 @@ def messages_of(slices: Slices, bucket: int, itemsize: int, alone: int = ALONE) 
     """Group the boxes of one bucket and one direction into messages, by peer, in the order on which both ends agree.
 
     Args:
-        slices: the boxes of that direction, of all buckets, sorted as `descriptors.lower` sorts them.
+        slices: the boxes (one index range per dimension of a parameter) of that direction, of all buckets, sorted as
+            `descriptors.lower` sorts them.
         bucket: the number of the bucket.
-        itemsize: bytes per element on the wire.
+        itemsize: bytes per element as it is sent.
         alone: the size in bytes from which a box is a message of its own.
     """
     first, last = np.searchsorted(slices["bucket"], [bucket, bucket + 1])
@@ -74,10 +79,13 @@ def messages_of(slices: Slices, bucket: int, itemsize: int, alone: int = ALONE) 
 
 
 def _of_peer(slices: Slices, sizes: Ints, alone: int) -> Iterator[Message]:
-    """Yield the messages of one peer: one for each box of at least `alone` elements, and one for all smaller boxes.
+    """Yield the messages to or from one peer: one for each box of at least `alone` elements, and one for all smaller
+    boxes.
 
     Args:
+        slices: the boxes, as an array of dtype `descriptors.SLICE`.
         sizes: the number of elements of each box.
+        alone: the number of elements from which a box is a message of its own.
     """
     large = sizes >= alone
     for i in np.flatnonzero(large):
@@ -88,12 +96,12 @@ def _of_peer(slices: Slices, sizes: Ints, alone: int) -> Iterator[Message]:
 
 @dataclass(slots=True)
 class Copies:
-    """Tensor copies that are launched together, and that cast if dtypes differ. All contiguous pairs take one kernel,
-    and every other pair takes one of its own.
+    """A list of tensor copies that are launched together, and that cast if dtypes differ. A pair is a destination and a
+    source. All contiguous pairs are copied by one kernel, and every other pair by a kernel of its own.
 
     Attributes:
         dense: the contiguous pairs, as a list of destinations and a list of sources, flattened.
-        strided: all other pairs, in the same form.
+        strided: all other pairs, as a list of destinations and a list of sources.
     """
 
     dense: tuple[list[Tensor], list[Tensor]] = field(default_factory=lambda: ([], []))
@@ -166,8 +174,8 @@ def _fits(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 
 class Staging:
-    """Buffers of equal size, used in turn, into which messages are packed and received. One is on the wire while the
-    other is packed or unpacked.
+    """A few buffers of equal size, used in turn, into which messages are packed and received. One is on the wire while
+    the other is packed or unpacked.
 
     Views of the buffers are made once, before the first `release`. Between syncs the storages are empty, and the views
     stay valid. If a recorded CUDA graph refers to the buffers' addresses, `keep` keeps the storages.
@@ -200,7 +208,7 @@ class Staging:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Return a context in which the buffers have memory."""
+        """Return a context in which the buffers have memory. It is freed at the end, unless `keep` was called."""
         if not self._kept:
             for buffer in self._buffers:
                 buffer.untyped_storage().resize_(self._size)
@@ -222,11 +230,12 @@ class Staging:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transfer:
-    """A message to be sent or received, with its memory.
+    """A message to be sent or received, with the memory that it is read from or written to.
 
     Attributes:
         peer: the rank at the other end.
-        tensor: a flat view of the message's final place, or of a staging buffer.
+        tensor: a flat view of that memory: the trainer's shard or the engine's weights where they can be used directly,
+            else a staging buffer.
         tag: a number that distinguishes the messages between two ranks, the same on both.
     """
 
@@ -237,7 +246,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BucketViews:
-    """The copies and messages of one bucket on this rank.
+    """The copies and messages of one bucket on this rank. A bucket is a limited number of bytes that are sent together.
 
     Attributes:
         pack: copies into staging buffers, done before the messages are sent.
@@ -256,13 +265,13 @@ class Program:
     """All copies and messages of one weight sync on this rank.
 
     Attributes:
-        buckets: the buckets, in order.
+        buckets: the copies and messages that move together, in the order in which they move.
         local: the copies from this rank's shards into its own engine.
         duplicates: the copies of weights that the engine keeps several times, from the first place to the others; they
             run last.
         staging: the buffers for messages that need packing or unpacking.
         tensors: the number of parameters of which this rank's engine holds something.
-        received_bytes, sent_bytes: the bytes over the wire on this rank.
+        received_bytes, sent_bytes: the bytes that this rank receives from, and sends to, other ranks.
     """
 
     buckets: list[BucketViews]
@@ -275,7 +284,8 @@ class Program:
 
     @property
     def copies(self) -> list[Copies]:
-        """All copies of the sync: the local ones, and those of every bucket."""
+        """All copies of the sync on this rank: from its own shards, between duplicates in the engine, and into and out
+        of staging buffers."""
         return [self.local, self.duplicates, *(c for b in self.buckets for c in (b.pack, b.unpack))]
 
     def on(self, device: torch.device) -> bool:
@@ -283,8 +293,8 @@ class Program:
         return all(t.device == device for c in self.copies for side in (*c.dense, *c.strided) for t in side)
 
     def record(self, device: torch.device) -> None:
-        """Replay the copies as CUDA graphs from now on. The staging buffers keep their memory from now on, and must
-        have memory when this is called."""
+        """Record the copies as CUDA graphs, which are replayed from now on. The staging buffers must have memory when
+        this is called, and keep it from then on."""
         self.staging.keep()
         for copies in self.copies:
             copies.record(device)
@@ -303,12 +313,12 @@ def program(
     """Make this rank's program for a weight sync, with every view of its tensors.
 
     Args:
-        names: the parameters' names, in the order in which the descriptors number them.
-        lowered: the boxes that this rank sends, receives and copies.
+        names: the parameters' names, in the order in which `lowered` numbers them.
+        lowered: the boxes (one index range per dimension of a parameter) that this rank sends, receives and copies.
         buckets: the number of buckets.
         shards: this rank's shard of each parameter, by name, in the training dtype.
-        regions: the places of each parameter in this rank's engine, by name.
-        dtype: the dtype on the wire and of the engine's memory.
+        regions: the memory that holds each parameter in this rank's engine, by name.
+        dtype: the dtype in which weights are sent, which is that of the engine's memory.
         device: the device of the engine's memory.
         alone: the size in bytes from which a box is a message of its own.
     """
@@ -337,8 +347,16 @@ def program(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Places:
-    """The memory of boxes on this rank, in the trainer's shards and in the engine. The attributes are as in
-    `program`."""
+    """A lookup of the memory of a box on this rank, in the trainer's shards or in the engine. A box is one index range
+    per dimension of a parameter.
+
+    Attributes:
+        names: the parameters' names, by their number in the boxes.
+        shards: this rank's shard of each parameter, by name.
+        regions: the memory that holds each parameter in this rank's engine, by name, without duplicates.
+        dtype: the dtype in which weights are sent.
+        device: the device of the engine's memory.
+    """
 
     names: Sequence[str]
     shards: Mapping[str, Tensor]
@@ -347,10 +365,10 @@ class _Places:
     device: torch.device
 
     def source(self, piece: np.void, here: Ints) -> Tensor:
-        """Return the view of a box in the trainer's shard.
+        """Return a view of the trainer's shard that covers one box (one index range per dimension of a parameter).
 
         Args:
-            piece: one entry of dtype `descriptors.SLICE`.
+            piece: the box, one entry of dtype `descriptors.SLICE`: its parameter, start and stop.
             here: where the box begins in the shard, one index per dimension.
         """
         tensor = self.shards[self.names[piece["parameter"]]].detach()
@@ -359,10 +377,10 @@ class _Places:
         return tensor
 
     def target(self, piece: np.void) -> Tensor:
-        """Return the view of a box in the engine's memory.
+        """Return a view of the engine's memory that covers one box (one index range per dimension of a parameter).
 
         Args:
-            piece: one entry of dtype `descriptors.SLICE`.
+            piece: the box, one entry of dtype `descriptors.SLICE`: its parameter, start and stop.
 
         Raises:
             SyncError: the engine does not hold that box.
@@ -378,8 +396,8 @@ class _Places:
         raise SyncError(f"No memory of the engine holds {list(zip(start, stop, strict=True))} of {name}.")
 
     def staged(self, *directions: Iterable[Message]) -> int:
-        """Return the number of elements of a bucket's messages that need a staging buffer. A message that goes to
-        several ranks is packed once.
+        """Return the number of elements of a bucket's messages that need a staging buffer, because they are cast or not
+        contiguous. A message that goes to several ranks is packed once.
 
         Args:
             directions: the messages to send, then the messages to receive.
@@ -393,9 +411,10 @@ class _Places:
         return total
 
     def bucket(self, staging: Staging, number: int, sends: list[Message], receives: list[Message]) -> BucketViews:
-        """Make the views of one bucket.
+        """Make the messages of one bucket and the copies that pack and unpack them, with all views of tensors.
 
         Args:
+            staging: the buffers for messages that need packing or unpacking.
             number: the number of the bucket.
             sends, receives: its messages.
         """
@@ -417,8 +436,15 @@ class _Places:
         return bucket
 
     def _stage(self, message: Message, staged: Tensor, sending: bool, bucket: BucketViews) -> None:
-        """Add the copies between a message's staging memory and the places of its boxes to the bucket's `pack` or
-        `unpack`."""
+        """Add the copies that pack a message into its staging memory, or unpack it from there, to the bucket's `pack`
+        or `unpack`.
+
+        Args:
+            message: the message.
+            staged: the part of a staging buffer that holds it.
+            sending: whether the message is sent and so packed; otherwise it is received and unpacked.
+            bucket: the bucket to which the copies are added.
+        """
         for piece, part in zip(message.slices, torch.split(staged, list(message.sizes)), strict=True):
             if sending:
                 source = self.source(piece, piece["here"])
@@ -428,8 +454,13 @@ class _Places:
                 bucket.unpack.add(target, part.view(target.shape))
 
     def _in_place(self, message: Message, sending: bool) -> Tensor | None:
-        """Return a flat view of the memory that a message can be sent from, or received into, without staging; None if
-        it needs staging."""
+        """Return a flat view of the memory that a message can be sent from, or received into, without a staging buffer;
+        None if it needs one.
+
+        Args:
+            message: the message.
+            sending: whether it is sent, from the trainer's shard; otherwise it is received, into the engine's memory.
+        """
         if len(message.slices) > 1:
             return None
         piece = message.slices[0]

@@ -21,8 +21,9 @@ Ints: TypeAlias = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sharding:
-    """A parameter cut into pieces, and the piece that each rank holds. Pieces are disjoint and cover the parameter;
-    several ranks may hold the same piece, and a rank may hold none.
+    """A parameter cut into pieces, and the piece that each rank holds. A piece is the product of one part (a set of
+    index ranges) per dimension. Pieces are disjoint and cover the parameter; several ranks may hold the same piece, and
+    a rank may hold none.
 
     Attributes:
         world: the number of ranks.
@@ -38,17 +39,18 @@ class Sharding:
     held: NDArray[np.bool_]
 
     def holds(self, rank: int) -> bool:
-        """Return whether the rank holds a piece, even an empty one."""
+        """Return whether the rank holds some of the parameter. True also if what it holds has no elements, as an FSDP
+        shard may."""
         return bool(self.held[rank])
 
     def piece(self, rank: int) -> tuple[Ints, ...]:
-        """Return the index ranges that one rank holds: for each dimension, int64 of shape (intervals, 2) with the start
-        and end of each range. The rank must hold a piece."""
+        """Return the index ranges of the parameter that one rank holds: for each dimension, int64 of shape (intervals,
+        2) with the start and end of each range. Call it only for a rank for which `holds` is True."""
         return tuple(part[at[rank]] for part, at in zip(self.parts, self.coordinates, strict=True))
 
     def pieces_of(self, ranks: Ints) -> tuple[Ints, ...]:
-        """Return the index ranges that several ranks hold: for each dimension, int64 of shape (ranks, intervals, 2)
-        with the start and end of each range. Each of the ranks must hold a piece."""
+        """Return the index ranges of the parameter that several ranks hold: for each dimension, int64 of shape (ranks,
+        intervals, 2) with the start and end of each range. Give only ranks for which `holds` is True."""
         return tuple(part[at[ranks]] for part, at in zip(self.parts, self.coordinates, strict=True))
 
     def within(self, extent: tuple[int, ...]) -> Sharding:
@@ -61,17 +63,17 @@ class Sharding:
         return Sharding(self.world, parts, self.coordinates, self.held)
 
     def elements(self, rank: int) -> int:
-        """Return the number of elements that the rank holds; 0 if it holds no piece."""
+        """Return the number of elements that the rank holds; 0 if it holds nothing."""
         return math.prod(int(length(part)) for part in self.piece(rank)) if self.holds(rank) else 0
 
     @property
     def replicated(self) -> bool:
-        """True if several ranks hold the same piece."""
+        """True if several ranks hold the same index ranges of the parameter."""
         return int(self.held.sum()) != math.prod(len(p) for p in self.parts)
 
     def pieces(self) -> Ints:
-        """Return the number of the piece that each rank holds, int64 of shape (ranks,); -1 for none. Ranks with the
-        same number hold the same indices."""
+        """Return, for each rank, a number that identifies what it holds: int64 of shape (ranks,), -1 if it holds
+        nothing. Ranks with the same number hold the same index ranges of the parameter."""
         number = np.zeros(self.world, dtype=np.int64)
         for parts, coordinates in zip(self.parts, self.coordinates, strict=True):
             number = number * len(parts) + coordinates
@@ -79,7 +81,7 @@ class Sharding:
 
     def per_rank(self, values: tuple[Ints, ...]) -> Ints:
         """Multiply one value per dimension for each rank, for example lengths into a number of elements. Returns int64
-        of shape (ranks,), 0 for a rank without a piece.
+        of shape (ranks,), 0 for a rank that holds nothing.
 
         Args:
             values: for each dimension, one value for each of its parts, int64 of shape (parts,). A rank takes the value
@@ -92,7 +94,8 @@ class Sharding:
 
 
 def uncut(size: int) -> Ints:
-    """Return the single part that covers a whole dimension of this size, shape (1, 1, 2)."""
+    """Return the single part that covers a whole dimension of this size: the range [0, size), int64 of shape (1, 1,
+    2)."""
     return np.array([[[0, size]]], dtype=np.int64)
 
 
@@ -115,10 +118,12 @@ def segmented(size: int, ways: int, segments: int) -> Ints:
 
 
 def rechunked(parts: Ints, ways: int) -> Ints:
-    """Cut each part into `ways` parts as `torch.chunk` would, with the ranges of the part laid end to end.
+    """Cut each part of a dimension into `ways` smaller parts, of the sizes that `torch.chunk` would give. If a part has
+    several index ranges, they are laid end to end and then cut.
 
     Args:
         parts: the parts of one dimension, int64 of shape (parts, intervals, 2).
+        ways: the number of smaller parts of each part.
 
     Returns:
         The smaller parts, shape (parts * ways, intervals, 2).
@@ -133,16 +138,17 @@ def rechunked(parts: Ints, ways: int) -> Ints:
 
 
 def length(parts: Ints) -> Ints:
-    """Return the number of indices in each part: from shape (..., intervals, 2) to shape (...)."""
+    """Return the number of indices in each part, that is, the sum over its index ranges: from shape (..., intervals, 2)
+    to shape (...)."""
     result: Ints = (parts[..., 1] - parts[..., 0]).sum(axis=-1)
     return result
 
 
 def crossings(left: Ints, right: Ints) -> Ints:
-    """Return the ranges that two parts have in common. Leading dimensions broadcast.
+    """Return the index ranges that two parts of a dimension have in common. Leading dimensions broadcast.
 
     Args:
-        left, right: parts, int64 of shape (..., intervals, 2).
+        left, right: parts, int64 of shape (..., intervals, 2): the start and end of each range.
 
     Returns:
         The common ranges, shape (..., intervals of left * intervals of right, 2). Empty ones have start = stop.
@@ -154,8 +160,8 @@ def crossings(left: Ints, right: Ints) -> Ints:
 
 
 def overlap(left: Ints, right: Ints) -> Ints:
-    """Return the number of indices that two parts have in common: from shape (..., intervals, 2) to shape (...).
-    Leading dimensions broadcast."""
+    """Return the number of indices that two parts of a dimension have in common: from shape (..., intervals, 2), the
+    start and end of each range, to shape (...). Leading dimensions broadcast."""
     a, b = left[..., :, None, :], right[..., None, :, :]
     common = np.minimum(a[..., 1], b[..., 1]) - np.maximum(a[..., 0], b[..., 0])
     result: Ints = np.maximum(common, 0).sum(axis=(-2, -1))

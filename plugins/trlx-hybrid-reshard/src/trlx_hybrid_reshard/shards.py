@@ -1,9 +1,12 @@
 """The shards of this rank's trainer: the local tensor of each parameter, by name, with adapters merged.
 
 LoRA adapters are merged into copies of this rank's shards, and the base weights stay as they are. PEFT's own merge of
-sharded tensors does this, out of place, as for the weight path `gather`, so both give the same bits. A shard of
-rows of the merged weight needs only the same rows of B and all of A, which is small. PEFT's product of two DTensors
-mostly moves more than that. Neither the plan's bytes nor its lower bound count this.
+sharded tensors does this, out of place. The weight path `gather`, which sends whole tensors to the engine, merges in
+the same way, so both give the same bits.
+
+A shard of rows of the merged weight needs only the same rows of B and all of A, which is small. PEFT's product of two
+DTensors mostly moves more than that between ranks. The bytes that a sync reports, and their lower bound, do not count
+this.
 """
 
 from __future__ import annotations
@@ -60,13 +63,13 @@ class Shards:
         self.refresh()
 
     def _merged(self) -> list[AdaptedModule]:
-        """Return the modules that have an active adapter; all adapters are plain LoRA."""
+        """Return the modules that have an active adapter, all of which are plain LoRA here."""
         adapted = (module for _, module in adapted_modules(self._policy.base))
         return [m for m in adapted if any(a in layer.r for layer in m.layers for a in layer.active_adapters)]
 
     def refuse_other_modules(self) -> None:
-        """Raise an error if modules or adapters were replaced since the engine was built, because the plan was made for
-        the earlier ones.
+        """Raise an error if modules or adapters were replaced since the engine was built, because the sync's transfers
+        were planned for the earlier ones.
 
         Raises:
             SyncError: modules or adapters differ; names them.
@@ -106,8 +109,8 @@ class Shards:
         return changed
 
     def merge(self) -> None:
-        """Merge the adapters into the copies again. If the policy is sharded, this is collective and has no deadline,
-        so all ranks must be there."""
+        """Merge the adapters' current weights into the copies of the adapted shards (in `local`). If the policy is
+        sharded, this is collective and has no deadline, so all ranks must be there."""
         moved = False
         for module, keys in self._adapted:
             for key, merged in module.merged().items():
@@ -121,21 +124,23 @@ class Shards:
 
     @property
     def frozen(self) -> Set[str]:
-        """The names of the parameters that no optimizer changes."""
+        """The names of the parameters that did not require a gradient at the last call of `refresh`, without those that
+        have an adapter."""
         return self._frozen.names
 
     def parameters(self, names: Sequence[str]) -> list[Parameter]:
-        """Return the parameters of these names as the planner needs them, one parameter class for each tensor."""
+        """Return the names and shapes of some parameters in the form from which transfers are planned: one `Parameter`
+        per tensor, even if it repeats in every layer."""
         return [Parameter(name=name, shape=self.shapes[name]) for name in names]
 
     def layout(self, world: int) -> LiveSharding:
-        """Return the layout of all parameters in the trainer, on all ranks.
+        """Return which rank holds which part of each parameter in the trainer.
 
         Args:
             world: the number of ranks.
 
         Raises:
-            ConfigError: a placement is neither a shard nor a replica.
+            ConfigError: a placement is neither a shard nor a replica, or a device mesh lists its ranks out of order.
         """
         live: dict[str, Any] = {name: held[key] for name, (held, key) in self._owners.items()}
         return read_trainer(live, world)

@@ -1,5 +1,5 @@
-"""The weight path `reshard`, which copies weights from the trainer's shards into the engines' tensor-parallel slices.
-Each rank receives only the bytes that it lacks."""
+"""The weight path `reshard`, one of the ways to bring the policy's weights into the engines: it copies from the
+trainer's shards into the engines' tensor-parallel slices. Each rank receives only the bytes that it lacks."""
 
 from __future__ import annotations
 
@@ -41,28 +41,33 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SHOWN = 3
-"""The number of syncs whose log lines are printed even without logging set up. The first sync connects the ranks; the
-third is like all later ones."""
+"""The number of syncs, from the first, whose log line is printed even if logging is not set up. The first sync also
+connects the ranks and so takes longer; the third is like all later ones."""
 
 WARM, SEEN = 3, 3
-"""The number of first syncs that are not counted for the warning, and the number of consecutive syncs that it takes."""
+"""Two numbers for the warning that syncs are slow: how many syncs at the start do not count, and how many consecutive
+syncs must be slow before the log warns."""
 LIMIT = 0.1
-"""The fraction of an iteration that a sync may take before the log warns."""
+"""The fraction of an iteration (the time between the ends of two syncs) that a sync may take before it counts as
+slow."""
 
 
 class ReshardSync(WeightSync):
-    """The weight path from an FSDP2, HSDP or DDP policy to engines with any tensor parallelism.
+    """The weight path `reshard`: a way to bring the weights of an FSDP2, HSDP or DDP policy into engines with any
+    tensor parallelism.
 
-    The layouts of both sides are read once; then each sync replays the plan. Frozen parameters move only if the
-    engine's weights were lost, or if the parameters were written to or replaced since the last sync. The session
-    verifies a sync by gathering whole tensors in another way.
+    How trainer and engines shard each parameter is read once, and from it is planned which rank sends which slice to
+    whom; each sync repeats these transfers. Frozen parameters move only if the engine's weights were lost, or if the
+    parameters were written to or replaced since the last sync. The run verifies a sync without this class, by gathering
+    whole tensors.
 
     Args:
-        run: the run of the trainer.
+        run: the run of the trainer, which has the policy, the engine and the ranks.
         options: the user's options.
 
     Attributes:
-        prepared: the plan of the last sync; before the first sync, the plan of all parameters.
+        prepared: the transfers of the last sync; before the first sync, those of a sync of all parameters; None before
+            `open`.
     """
 
     name = "reshard"
@@ -80,8 +85,8 @@ class ReshardSync(WeightSync):
     # --- choosing ---------------------------------------------------------------------------------------------------
 
     def refuses(self) -> str | None:
-        """Return why this weight path cannot serve this model and engine, or None if it can. It is collective: all
-        ranks refuse, or none does.
+        """Return why this weight path cannot serve this model and engine, or None if it can. Collective: if one rank
+        refuses, all do.
 
         Raises:
             SyncError: the ranks have different models.
@@ -94,8 +99,12 @@ class ReshardSync(WeightSync):
             return self._refuses_together()
 
     def _refuses_together(self) -> str | None:
-        """Return why some rank cannot serve the sync, or None if all can. It compares the models, and what the engines
-        hold, between all ranks, and keeps the result for the plan."""
+        """Return why this weight path cannot be used on some rank, or None if it can be used on all. Collective: the
+        ranks exchange the shapes of their models and what their engines hold, and keep the latter for planning.
+
+        Raises:
+            SyncError: the ranks have different models.
+        """
         ranks = self._run.ranks
         self._agreement = agreement = Agreement(ranks.rank, ranks.world, self._options.deadline, self._options.stall)
         shards = Shards(self._run.policy)
@@ -121,8 +130,8 @@ class ReshardSync(WeightSync):
         return None
 
     def _refuses_at_sight(self) -> str | None:
-        """Return why this model or engine cannot be served, or None, as far as it can be seen without asking other
-        ranks."""
+        """Return why this weight path cannot serve this rank's model or engine, or None. It checks only what can be
+        seen without asking other ranks."""
         policy = self._run.policy
         if policy.adapters and self._run.ranks.world == 1:
             return "a single rank has nothing to reshard; `gather` merges adapters that vLLM cannot serve"
@@ -139,10 +148,11 @@ class ReshardSync(WeightSync):
         return None
 
     def _regions_of_engine(self, shards: Shards) -> Regions:
-        """Return the places of each parameter's weights in this rank's engine.
+        """Return where this rank's engine keeps each parameter: views of its memory, each with the index ranges of the
+        parameter that it holds.
 
         Args:
-            shards: the shards of this rank's trainer.
+            shards: this rank's shards of the trainer's parameters.
 
         Raises:
             EngineError, ConfigError: weights cannot be written to the engine, or read from the trainer's shards; says
@@ -160,7 +170,7 @@ class ReshardSync(WeightSync):
         return regions
 
     def open(self) -> None:
-        """Make the plan of a sync of all parameters, and the process group over which its bytes go. Collective.
+        """Plan the transfers of a sync of all parameters, and make the process group over which they go. Collective.
 
         Raises:
             PeerLostError: a rank does not take part.
@@ -178,19 +188,20 @@ class ReshardSync(WeightSync):
 
     @property
     def _opened(self) -> tuple[Agreement, _Sides]:
-        """The ranks' agreement and the two sides of the sync, which exist once `refuses` has returned None."""
+        """The checks among the ranks (`Agreement`), and the memory of the trainer and of the engine (`_Sides`). Both
+        exist once `refuses` has returned None."""
         assert self._agreement is not None, "refuses() comes first"
         assert self._sides is not None, "refuses() comes first"
         return self._agreement, self._sides
 
     @property
     def summary(self) -> str:
-        """A description of what a sync of all parameters moves on this rank: bytes, the least possible, and extra
-        memory."""
+        """A text on what a sync moves on this rank: the bytes received, the least possible, and the extra memory. It is
+        about the last sync, or before the first sync about one of all parameters."""
         return str(self.prepared)
 
     def note(self) -> str:
-        """Return the summary as a line for the header that a run prints."""
+        """Return `summary` as a line that the run prints when it starts."""
         return f"[Reshard] a sync on rank {self._run.ranks.rank}: {self.summary}"
 
     # --- syncing ----------------------------------------------------------------------------------------------------
@@ -203,7 +214,8 @@ class ReshardSync(WeightSync):
             The number of parameters that this rank's engine holds, and the bytes that this rank received.
 
         Raises:
-            SyncError: a rank has another weight version or plan, or modules were replaced.
+            SyncError: the ranks differ in weight version or in the transfers that they have planned, or modules were
+                replaced.
             PeerLostError: a rank has died, does not come within the deadline, or nothing moves any more.
         """
         agreement, sides = self._opened
@@ -229,18 +241,20 @@ class ReshardSync(WeightSync):
         return LoadReport(tensors=prepared.tensors, bytes=prepared.received_bytes)
 
     def forget(self) -> None:
-        """Make the next sync move frozen parameters, too, and check that the modules are still those of the plan."""
+        """Make the next sync move frozen parameters, too, and check that no module was replaced since the engine was
+        built."""
         self._synced = False
 
     def _agreed(self, everything: bool) -> PreparedPlan:
-        """Return the plan of this sync, once all ranks are there with the same weight version and the same plans.
+        """Return the transfers of this sync, once all ranks have come and have the same weight version and the same
+        transfers planned.
 
         Args:
             everything: whether this rank must move all parameters, frozen ones included. If one rank must, all ranks
                 do.
 
         Raises:
-            SyncError: the ranks differ in weight version or plan.
+            SyncError: the ranks differ in weight version or in the transfers that they have planned.
         """
         agreement, sides = self._opened
         trained = tuple(name for name in sides.names if name not in sides.shards.frozen)
@@ -253,8 +267,9 @@ class ReshardSync(WeightSync):
 
     @contextmanager
     def _abandoning_lost_ranks(self) -> Iterator[None]:
-        """Return a context that cleans up if a rank is lost, so that no operation of the sync waits for it, neither on
-        this device nor when the groups are destroyed."""
+        """Return a context that cleans up when a `PeerLostError` leaves it: the sync's NCCL group is aborted, and the
+        engine is told that a rank is lost. Then neither work on this device nor the destruction of the process groups
+        waits for that rank."""
         try:
             yield
         except PeerLostError:
@@ -264,7 +279,8 @@ class ReshardSync(WeightSync):
             raise
 
     def _prepare(self, names: tuple[str, ...]) -> PreparedPlan:
-        """Return the prepared plan for the parameters of these names, which is made at its first use."""
+        """Return the transfers of the parameters with these names. They are planned at the first call and kept for
+        later ones."""
         if names not in self._known:
             _, sides = self._opened
             rank, dtype = self._run.ranks.rank, self._run.live_engine.dtype
@@ -272,8 +288,8 @@ class ReshardSync(WeightSync):
         return self._known[names]
 
     def _advice(self) -> str:
-        """Return advice on layouts with which a sync would move fewer bytes, or "" if the policy has no transformers
-        config.
+        """Return advice on how else the trainer or the engines could shard the parameters, so that a sync moves fewer
+        bytes; "" if the policy has no transformers config.
 
         Only the sharding of the largest parameter is looked at: every layer is sharded in the same way, so it stands
         for the rest.
@@ -289,7 +305,8 @@ class ReshardSync(WeightSync):
         return advice_for_run(config, train, rollout, self._run.live_engine.dtype.itemsize)
 
     def release(self) -> None:
-        """Forget the memory of an engine that was closed, and destroy the process groups."""
+        """Forget the memory of an engine that was closed, and destroy the sync's process groups. `refuses` and `open`
+        must be called again before the next sync."""
         own, self._group = self._group, None
         self.prepared, self._known = None, {}
         if self._agreement is not None:
@@ -303,14 +320,14 @@ class ReshardSync(WeightSync):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Sides:
-    """The two sides of a sync: the trainer's shards, and the places of the weights in the engines.
+    """The two sides of a sync: the trainer's shards, and the engines' memory that holds the weights.
 
     Attributes:
         shards: the shards of this rank's trainer.
-        regions: the places of the weights in this rank's engine.
-        held: for each rank, the boxes (index ranges) that its engine holds of each parameter, by name.
+        regions: views of this rank's engine's memory, by parameter, each with the index ranges that it holds.
+        held: for each rank, the boxes (one index range per dimension) that its engine holds of each parameter, by name.
         names: the names of the parameters that some engine holds, in the order of a forward pass.
-        ranks_per_node: the number of consecutive ranks that share a host; 0 counts all as one host.
+        ranks_per_node: the number of consecutive ranks that share a host; 0 counts all ranks as on one host.
     """
 
     shards: Shards
@@ -320,18 +337,18 @@ class _Sides:
     ranks_per_node: int
 
     def layouts(self) -> tuple[LiveSharding, LiveSharding]:
-        """Return the layout of the parameters in the trainer, and their layout in the engines."""
+        """Return which rank holds which part of each parameter: first in the trainer, then in the engines."""
         return self.shards.layout(len(self.held)), read_engines(self.shards.parameters(self.names), self.held)
 
     @property
     def device(self) -> torch.device:
-        """The device of the engine's memory."""
+        """The device of the engine's memory; the CPU if the engine on this rank holds no parameter."""
         return next((r.memory.device for found in self.regions.of.values() for r in found), torch.device("cpu"))
 
 
 def ranks_per_node(hosts: Sequence[str]) -> int:
-    """Return how many consecutive ranks share a host. Returns 0, which counts all ranks as one node, if hosts differ in
-    that number.
+    """Return how many consecutive ranks share a host. Returns 0, which counts all ranks as one node, if this number
+    differs between hosts or if a host's ranks are not consecutive.
 
     Args:
         hosts: the host name of each rank.
@@ -341,21 +358,22 @@ def ranks_per_node(hosts: Sequence[str]) -> int:
 
 
 class PreparedPlan:
-    """The sync of some parameters on this rank, ready to run: the plan, its boxes, the views of tensors, and the
-    transport.
+    """The transfers of a sync of some parameters on this rank, which can be run any number of times: the slices that go
+    to and come from each other rank, and the views of tensors that they are read from and written to.
 
     Args:
-        sides: the trainer's shards and the engines' places.
+        sides: the trainer's shards and the engine's memory.
         names: the names of the parameters to move.
-        dtype: the dtype on the wire and of the engine's memory.
+        dtype: the dtype in which weights are sent, which is that of the engine's memory.
         rank: this rank's number.
         group: the process group of all ranks; None for a single rank.
         options: the user's options.
 
     Attributes:
-        digest: a 64-bit digest of everything on which the ranks must agree.
-        received_bytes, floor_bytes: the bytes received per sync on this rank, and the least possible.
-        sent_bytes: the bytes sent per sync.
+        digest: a 64-bit hash of everything on which the ranks must agree, which they compare before each sync.
+        received_bytes, floor_bytes: the bytes that this rank receives in each sync, and the least that it could
+            receive.
+        sent_bytes: the bytes that this rank sends in each sync.
         tensors: the number of parameters of which this rank's engine holds something.
     """
 
@@ -381,7 +399,8 @@ class PreparedPlan:
         self._renew()
 
     def _renew(self) -> None:
-        """Make the program and its views again if the trainer's tensors were replaced or moved."""
+        """Make all views of tensors anew, and the copies and messages that use them, if the trainer's tensors were
+        replaced or moved since the last call."""
         sides, options = self._sides, self._options
         if self._made == sides.shards.moved:
             return
@@ -394,10 +413,10 @@ class PreparedPlan:
         self.tensors = self._program.tensors
 
     def run(self) -> None:
-        """Move the weights of the parameters.
+        """Move the weights of the parameters into the engines.
 
         Raises:
-            PeerLostError: see `Transport.run`.
+            PeerLostError: nothing arrives for `stall` seconds (an option of the weight path), or a rank is gone.
         """
         self._renew()
         self._transport.run()
@@ -411,8 +430,13 @@ class PreparedPlan:
 
 
 def _digest(model: Model, layouts: tuple[LiveSharding, LiveSharding], buckets: Buckets) -> int:
-    """Return a signed 64-bit digest of parameters, layouts and buckets, by which ranks check that they have made the
-    same plan."""
+    """Return a signed 64-bit hash by which ranks check that they have planned the same transfers.
+
+    Args:
+        model: the parameters to move.
+        layouts: how the trainer and the engines shard each parameter.
+        buckets: the order in which the parameters move.
+    """
     state = hashlib.blake2b(digest_size=8)
     state.update(repr((model.itemsize, buckets.rounds, buckets.by_source, buckets.count)).encode())
     for parameter, numbers in zip(model.parameters, buckets.numbers, strict=True):
@@ -423,7 +447,7 @@ def _digest(model: Model, layouts: tuple[LiveSharding, LiveSharding], buckets: B
 
 
 def _bytes(sharding: Sharding) -> bytes:
-    """Return the content of a sharding as bytes, for a digest."""
+    """Return the content of a sharding as bytes, to be hashed."""
     return b"|".join(array.tobytes() for array in (*sharding.parts, *sharding.coordinates, sharding.held))
 
 
@@ -445,8 +469,8 @@ class SyncLog:
     def done(self, started: float, ended: float, moved: str) -> None:
         """Log one sync.
 
-        It warns, once, if each of the last `SEEN` syncs took more than the fraction `LIMIT` of its iteration. An
-        iteration is the time between the ends of two syncs. The first `WARM` syncs do not count.
+        It warns, once, if each of the last 3 syncs (`SEEN`) took more than a tenth (`LIMIT`) of its iteration. An
+        iteration is the time between the ends of two syncs. The first 3 syncs (`WARM`) do not count.
 
         Args:
             started, ended: the start and the end of the sync, in seconds of one clock.

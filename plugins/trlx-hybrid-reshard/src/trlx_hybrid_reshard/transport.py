@@ -1,10 +1,10 @@
-"""The transport of a weight sync, which runs a program: it packs a bucket, sends it, and unpacks what came in while the
-next bucket is packed.
+"""The execution of a weight sync's copies and messages on one rank, bucket by bucket. A bucket is a limited number of
+bytes that move at a time: it is packed and sent, and what came in is unpacked while the next bucket is packed.
 
-On a CUDA device, packing, unpacking and the local copies have a stream each and NCCL has its own, so the host enqueues
-everything and waits once. From the second sync on, the copies of each step are one CUDA graph. The local copies are
-most of the bytes and nothing waits for them, so they have the lowest priority. With gloo the host waits for each bucket
-after it has packed the next one.
+On a CUDA device, packing, unpacking and the local copies (from this rank's shards into its own engine) have a stream
+each and NCCL has its own, so the host enqueues everything and waits once. From the second sync on, the copies of each
+step are one CUDA graph. The local copies are most of the bytes and nothing waits for them, so they have the lowest
+priority. With gloo the host waits for each bucket after it has packed the next one.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .program import BucketViews, Program, new_stream
 
 
 class Transport:
-    """The transport of one program, which can run it any number of times.
+    """A runner of the copies and messages of a weight sync on this rank, which can run them any number of times.
 
     Args:
-        program: the copies and messages of the sync on this rank.
+        program: the copies and messages.
         group: the process group of all ranks, over NCCL for CUDA tensors and gloo for others; None for a single rank.
         device: the device of the engine's memory.
         stall: seconds without any bucket arriving after which the sync is given up.
@@ -57,7 +57,8 @@ class Transport:
             self._done = torch.zeros((), dtype=torch.int32, pin_memory=True)
 
     def _operations_of(self, bucket: BucketViews) -> list[dist.P2POp]:
-        """Return the receives and sends of one bucket as torch's point-to-point operations."""
+        """Return the receives and sends of one bucket (the messages that move at one time) as torch's point-to-point
+        operations."""
         receives = [dist.P2POp(dist.irecv, t.tensor, t.peer, self._group, t.tag) for t in bucket.receives]
         return receives + [dist.P2POp(dist.isend, t.tensor, t.peer, self._group, t.tag) for t in bucket.sends]
 
@@ -75,7 +76,8 @@ class Transport:
                 self._run_on_streams()
 
     def _run_on_host(self) -> None:
-        """Run the program bucket by bucket, and wait for each on the host, as gloo needs."""
+        """Run the copies and messages bucket by bucket, and wait on the host for the messages of each bucket, as gloo
+        needs."""
         buckets = self._program.buckets
         under_way = self._launch(0) if buckets else []
         self._program.local.run()
@@ -87,7 +89,12 @@ class Transport:
         self._program.duplicates.run()
 
     def _launch(self, number: int) -> list[Work]:
-        """Pack a bucket and start to send and receive it. Returns the work handles to wait for."""
+        """Pack a bucket, given by its number, and start to send and receive its messages. Returns the work handles to
+        wait for.
+
+        Raises:
+            PeerLostError: a message could not be started, because a rank is gone.
+        """
         self._program.buckets[number].pack.run()
         operations = self._operations[number]
         if not operations:
@@ -98,7 +105,7 @@ class Transport:
             raise self._failed(number, "exchange with", None, error) from error
 
     def _wait(self, number: int, under_way: list[Work]) -> None:
-        """Wait for all messages of a bucket.
+        """Wait for all messages of a bucket (the messages that move at one time).
 
         Args:
             number: the number of the bucket.
@@ -115,7 +122,8 @@ class Transport:
                 raise self._failed(number, "message", peer, error) from error
 
     def _run_on_streams(self) -> None:
-        """Run the program on CUDA streams, and record its copies before the second run."""
+        """Run the copies and messages on CUDA streams. Before the second run, the copies are recorded as CUDA
+        graphs."""
         if self._to_record and self._ran:
             self._program.record(self._device)
             self._to_record = False
@@ -125,7 +133,8 @@ class Transport:
         self._ran = True
 
     def _enqueue(self) -> None:
-        """Launch all work of the sync on the device. Work on the current stream waits for its end."""
+        """Launch all work of the sync on the device, without waiting for it. Work that is later launched on the current
+        stream waits until the sync has ended."""
         packing, writing, beside = self._streams
         caller = torch.cuda.current_stream(self._device)
         for stream in self._streams:
@@ -163,7 +172,7 @@ class Transport:
             time.sleep(POLL)
 
     def _failed(self, number: int, what: str, peer: str | None, error: Exception | None) -> PeerLostError:
-        """Return the error for a bucket that did not complete.
+        """Return the error for a bucket (the messages that move at one time) that did not complete.
 
         Args:
             number: the number of the bucket.

@@ -1,1 +1,3 @@
-"""The training half of a step: log-probs without padding, no shared work done twice, LoRA layers in fewer passes."""
+"""A plugin that makes the training part of a step faster: it computes log-probs of rows without padding, computes a
+prompt once for the rows that share it, recomputes only as many layers as memory requires, and lets LoRA layers read and
+write device memory fewer times."""

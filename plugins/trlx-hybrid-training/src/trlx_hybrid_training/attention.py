@@ -1,8 +1,8 @@
 """Attention over rows packed into a single sequence, as an implementation that transformers can choose by name.
 
-It is registered under its own name, because a layer looks its implementation up by the name in the config, even when
-gradient checkpointing runs the layer again in the backward pass. Calls from other code (generation, the probe of a
-weight sync) come without `segments`, the lengths of the packed rows, and get what "sdpa" gives them.
+It is registered under a name of its own (`NAME`), because a layer looks its implementation up by the name in the
+config, even when gradient checkpointing runs the layer again in the backward pass. Calls from other code, such as
+generation by the model itself, come without `segments`, the lengths of the packed rows, and get what "sdpa" gives them.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _packing: ContextVar[bool] = ContextVar("packing", default=False)
 
 
 def register() -> None:
-    """Register the attention and its mask with transformers, under `NAME`."""
+    """Register this module's attention and its mask function with transformers, under the name `NAME`."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
 
 
 @contextmanager
 def packing() -> Iterator[None]:
-    """A context for a forward pass of packed rows, in which transformers builds no attention mask: it would have the
-    size of all rows together, squared."""
+    """A context for a forward pass of packed rows, in which transformers builds no attention mask. The mask would have
+    N × N entries, for N tokens of all rows together."""
     token = _packing.set(True)
     try:
         yield
@@ -46,7 +46,12 @@ def packing() -> Iterator[None]:
 
 
 def mask(**kwargs: object) -> Tensor | None:
-    """Return the attention mask for transformers: None inside `packing`, else that of "sdpa"."""
+    """Return the attention mask that a model of transformers asks for: None inside `packing` (a forward pass of packed
+    rows), else that of "sdpa".
+
+    Args:
+        kwargs: the keyword arguments that transformers gives to a mask function.
+    """
     return None if _packing.get() else sdpa_mask(**kwargs)
 
 
@@ -68,8 +73,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each segment, and to the prefix that it shares with another segment.
 
-    A segment is what a packed row has in the sequence: the whole row, or what follows a prompt that stands in the
-    segment of another row.
+    A segment is the part of the sequence that belongs to one packed row: the whole row, or what follows a prompt that
+    stands in the segment of another row.
 
     Args:
         module: the model's attention layer.
@@ -77,16 +82,17 @@ def attention(
         attention_mask: the mask for rows that are not packed.
         dropout: probability.
         scaling: the factor of the scores; None for that of torch.
-        segments: lengths of the segments, N in all; None for rows that are not packed (`packing`).
+        segments: lengths of the segments, N in all; None for rows that are not packed.
         prefixes: for each segment, the number of the segment that begins with its prefix, and the prefix's length in
             tokens: 0 where it has none. Empty where no segment has one.
         cu_seq_lens_q: where the segments end, (rows + 1,) int32, from 0.
-        cu_seq_lens_k: the same for the segments with their prefixes.
+        cu_seq_lens_k: where they would end if each had its prefix before it, (rows + 1,) int32, from 0.
         max_length_q: length of the longest segment.
         max_length_k: length of the longest segment with its prefix.
+        kwargs: other arguments that transformers gives to an attention, such as `is_causal`.
 
     Returns:
-        (1, N, heads, head size), and no attention weights.
+        (1, N, heads, head size), and None in place of attention weights.
 
     Raises:
         NotImplementedError: the layer asks for more than a causal mask, or does not say where rows end.
@@ -126,7 +132,8 @@ def attention(
 def _attended(
     tensor: Tensor, segments: Sequence[int], prefixes: Sequence[tuple[int, int]], dim: int
 ) -> list[list[Tensor]]:
-    """Split keys or values by segments: return for each those of its prefix, if it has one, and its own.
+    """Split keys or values by segments (the part of the sequence that belongs to one packed row). Returns for each
+    segment a list: the keys or values of its prefix, if it has one, and its own.
 
     Args:
         tensor: keys or values of all tokens.
@@ -169,7 +176,8 @@ def kernel_takes(query: int, value: int) -> bool:
 
 
 def kernel_on(device: torch.device) -> bool:
-    """Return whether torch's kernel for rows of different lengths (`varlen_attn`) runs on this device."""
+    """Return whether torch's kernel for rows of different lengths (`varlen_attn`) runs on this device: an NVIDIA GPU of
+    compute capability 8.0 or more."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -195,9 +203,15 @@ def _varlen(
     """Compute the attention with torch's kernel for rows of different lengths (`varlen_attn`).
 
     Args:
-        query, key, value, segments, prefixes, scaling: as in `attention`.
+        query, key, value: (1, heads, N, head size), N tokens of all segments.
+        segments: lengths of the segments (the part of the sequence that belongs to one packed row).
+        prefixes: for each segment, the number of the segment that begins with its prefix, and the prefix's length.
         ends: `cu_seq_lens_q` and `cu_seq_lens_k` of `attention`.
         longest: `max_length_q` and `max_length_k` of `attention`.
+        scaling: the factor of the scores; None for that of torch.
+
+    Returns:
+        (1, N, heads, head size).
 
     Since 2.1, flash attention aligns the causal mask of unequal lengths to the last query and the last key. torch does
     not document this for its function; a test checks it.
@@ -218,7 +232,7 @@ def _varlen(
 def _grouped() -> dict[str, Any]:
     """Return the keyword argument with which `varlen_attn` takes fewer key heads than query heads.
 
-    It is empty for torch 2.11, which does so without an argument.
+    The dictionary is empty for torch 2.11, whose `varlen_attn` does so without an argument.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -226,7 +240,8 @@ def _grouped() -> dict[str, Any]:
 
 
 def loaded_with(model: PreTrainedModel) -> str:
-    """Return the attention implementation that the model was loaded with, even where a trainer has replaced it."""
+    """Return the name of the attention implementation that the model was loaded with, even where `choose` has replaced
+    it."""
     name: str = model.config._attn_implementation
     return "sdpa" if name == NAME else name
 

@@ -1,4 +1,4 @@
-"""The forward and backward pass of PEFT's plain LoRA layer with fewer passes over its input and output.
+"""The forward and backward pass of PEFT's plain LoRA layer, with fewer reads and writes of its input and output.
 
 `apply(model)` gives each `peft.tuners.lora.Linear` that it serves another `forward`. Nothing else changes: modules,
 types, parameters and their names stay PEFT's, so state dicts, saved adapters, optimizers, DDP, FSDP2 and gradient
@@ -15,7 +15,8 @@ path rounds three times (the product by Bᵀ, `* scaling`, `result +`). On a GPU
 never rounded to bf16.
 
 **Bytes** of device memory for each token that a layer's adapter moves beyond the products by W, which are the same in
-both: bf16 under autocast, base in bf16, adapters in float32, as PEFT makes them.
+both: bf16 under autocast, base in bf16, adapters in float32, as PEFT makes them. In the table, `in` and `out` stand for
+the numbers of the layer's inputs and outputs per token: "2 in + 4 out" is 2 bytes for each input and 4 for each output.
 
 | | PEFT | here |
 |---|---|---|
@@ -83,7 +84,8 @@ PLAIN = {nn.Parameter, Tensor}
 
 
 def apply(model: nn.Module) -> list[tuple[str, str]]:
-    """Give each of PEFT's LoRA layers in `model` the faster forward of this module, if it computes just that.
+    """Give each of PEFT's LoRA layers in `model` the faster forward of this module, if the layer is one that this
+    module can compute.
 
     May be called again, for instance after an adapter was added.
 
@@ -106,7 +108,8 @@ def apply(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def served(model: nn.Module) -> str:
-    """Apply the faster forward, and return a line for the run's report: how many of the LoRA layers have it.
+    """Apply the faster forward to a model, and return a line that is printed when the run starts: how many of the LoRA
+    layers have it.
 
     The line also names the first layer that keeps PEFT's forward, with the reason.
     """
@@ -118,10 +121,10 @@ def served(model: nn.Module) -> str:
 def forward(self: Linear, x: Tensor, *args: object, **kwargs: object) -> Tensor:
     """Compute a LoRA layer's output, in place of `peft.tuners.lora.Linear.forward`.
 
-    It calls PEFT's for what this module does not compute, such as a merged or disabled adapter.
+    It calls PEFT's method for what this module does not compute, such as a merged or disabled adapter.
 
-    It is named "forward" for pickle, which writes a bound method as a name to look up in its object, and so finds
-    PEFT's.
+    The function is named "forward" for pickle, which writes a bound method as a name to look up in its object, and so
+    finds PEFT's.
 
     Args:
         x: (..., in), on one device with the parameters.
@@ -252,8 +255,8 @@ def _unserved_type(layer: BaseTunerLayer) -> str | None:
 
 
 def _parts(layer: BaseTunerLayer) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float, float] | str:
-    """Return what `_LowRank` computes a LoRA layer from: W, bias, A, B and scaling of the only active adapter, and the
-    dropout probability.
+    """Return the tensors and numbers from which `_LowRank` computes a LoRA layer: W, bias, A, B and scaling of the only
+    active adapter, and the dropout probability, which is 0 outside of training.
 
     If the layer, in its present state, computes something else, the reason is returned as a text. The function is
     called in each forward pass, and takes only a few µs.
@@ -292,7 +295,7 @@ def _parts(layer: BaseTunerLayer) -> tuple[Tensor, Tensor | None, Tensor, Tensor
 
 
 def _held(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Return the weight and bias of a linear layer.
+    """Return the weight and bias of a linear layer; the bias is None if the layer has none.
 
     They are looked up in the module's dicts, which is faster than by attribute. Only where a wrapper (FSDP1) has set
     tensors in their place are they looked up by attribute.

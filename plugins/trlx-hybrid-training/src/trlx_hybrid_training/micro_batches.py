@@ -1,4 +1,5 @@
-"""Plans of which rows share a micro-batch, by the tokens it computes: rows with the same prompt compute it once."""
+"""The choice of which rows share a micro-batch, so that few tokens are computed (a prompt that several rows of a
+micro-batch have is computed once), or that all micro-batches have nearly equally many."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ PADDING = -1
 """The number that stands in a prompt's ids where there is no token."""
 
 WORTH = 0.9
-"""The fraction of the token count below which sharing prompts must bring it, to be worth it."""
+"""The default limit for sharing prompts: a prompt is computed once for several rows only if this brings the number of
+computed tokens below this fraction of the number without sharing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class RowLengths:
         return cls(tokens, alike, [max(0, int(n) - 1) for n in (prompts != PADDING).sum(1)])
 
     def packed(self, rows: Iterable[int], below: float = WORTH) -> int:
-        """Return how many tokens one forward pass of these rows computes.
+        """Return how many tokens one forward pass of these rows computes, if they are packed into one sequence.
 
         Args:
             rows: numbers of the rows.
@@ -56,15 +58,17 @@ class RowLengths:
 
 
 def equal_tokens(tokens: Sequence[int], count: int) -> list[list[int]]:
-    """Split rows into `count` groups of equal size whose token sums are close together.
+    """Split rows into `count` groups, which become micro-batches, with equally many rows and nearly equally many
+    tokens.
 
     The longest rows go first, each into the group that has the fewest tokens and still has room.
 
     Args:
-        tokens: the number of tokens of each row; `count` must divide the number of rows.
+        tokens: the number of tokens of each row.
+        count: the number of groups; it must divide the number of rows.
 
     Returns:
-        Row numbers, ascending within each group.
+        For each group its row numbers, ascending.
     """
     size = len(tokens) // count
     groups: list[list[int]] = [[] for _ in range(count)]
@@ -77,8 +81,8 @@ def equal_tokens(tokens: Sequence[int], count: int) -> list[list[int]]:
 
 
 def fewest_tokens(lengths: RowLengths, count: int) -> list[list[int]]:
-    """Split rows into `count` groups of equal size so that few tokens are computed, by keeping rows with the same
-    prompt together.
+    """Split rows into `count` groups, which become micro-batches, with equally many rows. Rows with the same prompt are
+    put together as far as this saves tokens that must be computed.
 
     No group computes more tokens than the largest group of `equal_tokens`, which decides how much memory is needed.
 
@@ -87,7 +91,7 @@ def fewest_tokens(lengths: RowLengths, count: int) -> list[list[int]]:
         count: the number of groups; it must divide the number of rows.
 
     Returns:
-        Row numbers, ascending within each group.
+        For each group its row numbers, ascending.
     """
     apart = equal_tokens(lengths.tokens, count)
     allowed = max(sum(lengths.tokens[row] for row in group) for group in apart)
@@ -113,7 +117,7 @@ def _together(lengths: RowLengths, count: int, most: int) -> list[list[int]]:
         most: the largest number of rows that are added at once.
 
     Returns:
-        Row numbers, ascending within each group.
+        For each group its row numbers, ascending.
     """
     tokens, alike, prefixes = lengths.tokens, lengths.alike, lengths.prefixes
     of_prompt: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Settings of `scoring="packed"`, and of this plugin's LoRA layers."""
+"""Settings of `scoring="packed"`, which scores rows without padding, and of this plugin's faster LoRA layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class TrainingOptions:
     """Settings of the plugin: `HybridConfig.plugin_options["training"]`.
 
     Attributes:
-        lora_layers: let plain LoRA layers compute in fewer passes over their input and output, see
+        lora_layers: let plain LoRA layers read and write their input and output fewer times, which is faster, see
             `trlx_hybrid_training.lora`. Rounding differs from PEFT's, so it is off unless asked for.
     """
 
@@ -25,10 +25,11 @@ class PackedOptions:
 
     Attributes:
         packing: score the rows of a micro-batch as one sequence of real tokens, where the model can be packed.
-        deferred: take the old log-probs from the first forward pass of the loss, where it runs with the weights that
-            they belong to, instead of from a forward pass of their own.
-        balanced: give the micro-batches of an optimizer step equally many tokens, or rows that share a prompt, where
-            rows are packed and the gradient does not depend on which rows share a micro-batch.
+        deferred: take TRL's old log-probs from the first forward pass of the loss, instead of from a forward pass of
+            their own, where that pass still runs with the weights that the rollout was sampled with.
+        balanced: choose which rows share a micro-batch of an optimizer step: so that micro-batches have equally many
+            tokens, or that rows with the same prompt are together. Done where rows are packed and the gradient does not
+            depend on this choice.
         shared_prompts: compute a prompt once for all rows of a micro-batch that have it, where rows are packed and this
             brings their token count below nine tenths.
         adaptive_checkpointing: where the trainer's `gradient_checkpointing` is on, recompute only as many layers as

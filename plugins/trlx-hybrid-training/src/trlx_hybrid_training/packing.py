@@ -24,7 +24,7 @@ IGNORED = -100
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pack:
-    """Rows without padding as one sequence of N tokens.
+    """A sequence of N tokens that contains b rows (prompt and completion) without their padding, one after the other.
 
     A prompt that several rows have stands in it once, except for its last token. The first row with such a prompt is
     whole. The others begin at their prompt's last token: each row needs its own, because its label is the first token
@@ -36,11 +36,12 @@ class Pack:
         labels: (1, N) int64, the token that follows, if it belongs to a completion; else `IGNORED`.
         lengths: the number of tokens of each row.
         segments: for each row, how many of its tokens stand in the sequence; N in all.
-        prefixes: for each row, the row that holds its other tokens, and how many these are.
+        prefixes: for each row, the number of the row that holds its other tokens, and how many these are: the row
+            itself and 0 if it is whole.
         ends: (b + 1,) int32, the cumulative sum of `segments`, from 0.
         whole_ends: (b + 1,) int32, the cumulative sum of `lengths`, from 0.
-        places: (N,) int64, the positions of the sequence's tokens in the flattened rows of `width`.
-        width: P + C, the padded length of a row.
+        places: (N,) int64, for each token of the sequence its index in the padded rows, (b, width), flattened.
+        width: P + C, the padded length of a row: P columns for the prompt and C for the completion.
         completion_length: C.
     """
 
@@ -60,17 +61,18 @@ class Pack:
     def of(
         cls, input_ids: Tensor, attention_mask: Tensor, completion_length: int, shared_below: float = 0.0
     ) -> Pack | None:
-        """Pack rows of prompt and completion.
+        """Pack rows of prompt and completion into one sequence.
 
         Args:
-            input_ids: (b, P + C), with padding.
+            input_ids: (b, P + C) int64, with padding: P columns of prompt and C of completion.
             attention_mask: (b, P + C), 0 at padding.
             completion_length: C.
-            shared_below: a fraction. Common prompts are computed once, if that brings the token count below this
-                fraction of the count without sharing. 0: never.
+            shared_below: a fraction. A prompt that several rows have is computed once, if that brings the token count
+                below this fraction of the count without sharing. 0: never.
 
         Returns:
-            None where a prompt is empty: its completion's first token would follow another row's last.
+            The pack; None where a prompt is empty, because its completion's first token would follow another row's
+                last.
         """
         whole = attention_mask.bool()
         first = whole.shape[1] - completion_length
@@ -107,7 +109,8 @@ class Pack:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """The keyword arguments for the model's forward, with those that flash attention needs for packed rows."""
+        """The keyword arguments for the model's forward: the packed tokens, their positions, and where rows begin and
+        end, in the form that flash attention takes."""
         return {
             "input_ids": self.input_ids,
             "position_ids": self.position_ids,
@@ -118,7 +121,8 @@ class Pack:
         }
 
     def rows(self, scores: Tensor) -> Tensor:
-        """Return scores of the sequence's tokens by row: (b, C), one per completion token, 0 where a row has no token.
+        """Return scores of the sequence's tokens as one line per row: (b, C), for b rows and one score per completion
+        token, 0 where a row has no token.
 
         Args:
             scores: (1, N), one score (such as a log-prob) per position of the sequence, for the token that follows it.
@@ -187,7 +191,7 @@ def _refused_layers(model: PreTrainedModel, config: PretrainedConfig) -> str | N
 
 
 def attention_name(session: Run) -> str:
-    """Return the name of what computes the attention of packed rows, for the run's report."""
+    """Return the name of what computes the attention of packed rows, for a line that is printed when the run starts."""
     name = loaded_with(session.policy.base)
     if name != "sdpa":
         return name
@@ -198,7 +202,7 @@ def attention_name(session: Run) -> str:
 
 
 def head_sizes(config: PretrainedConfig) -> tuple[int, int]:
-    """Return the size of a query head and of a value head, from the config of a language model."""
+    """Return the size of a query head and of a value head, read from the config of a language model."""
     known = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
     size = known or config.hidden_size // config.num_attention_heads
     return size, getattr(config, "v_head_dim", None) or size

@@ -39,7 +39,8 @@ def trlx_configure(session: Run) -> None:
 
 @hookimpl
 def trlx_report_header(session: Run) -> str | None:
-    """Return a line with how many LoRA layers have the faster forward, and why the first other one has not.
+    """Return the line, printed when a run starts, with the number of LoRA layers that have the faster forward of
+    `trlx_hybrid_training.lora`, and the reason why the first of the others keeps PEFT's.
 
     None where the options do not ask for it.
     """

@@ -32,22 +32,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SHARE = 0.9
-"""The share of the free memory that may be planned with: the allocator's blocks do not fit exactly."""
+"""The share of the free memory that activations may be planned to take: the allocator's blocks do not fit exactly."""
 
 WORKSPACE = 1 << 30
-"""Bytes of the device kept free for what is not counted separately, above all chunks of float32 logits."""
+"""Bytes of the device that no layer's activations may take: they are kept free for what is not counted separately,
+above all chunks of float32 logits."""
 
 IN_BACKWARD = 3
-"""The peak of one layer's backward pass, in multiples of the bytes that a layer keeps.
+"""The peak memory of one layer's backward pass, in multiples of the bytes that a layer keeps for it.
 
 It counts the layer's own activations, recomputed, and their gradients, beside what other layers keep.
 """
 
 COPIED = 4
-"""The number of copied tokens that count as one computed token.
+"""The number of copied tokens that count as one computed token, when memory is estimated. Copied tokens are those of
+shared prompts, of which only keys and values are copied.
 
-A layer keeps more than this many times as much for a computed token as for a token of which only keys and values are
-copied.
+A layer keeps more than this many times as much for a computed token as for a copied one.
 """
 
 
@@ -56,7 +57,7 @@ def keepable(free: int, others: int, layer: int, layers: int) -> int:
 
     Args:
         free: bytes of the device that nobody uses.
-        others: how many of these something other than activations will take.
+        others: how many of these bytes something other than activations will take.
         layer: bytes that one layer keeps for its backward pass.
         layers: how many layers there are.
 
@@ -70,7 +71,7 @@ def keepable(free: int, others: int, layer: int, layers: int) -> int:
 class LayerBytes:
     """A record of how many bytes a layer kept for its backward pass, by the number of tokens in the forward pass.
 
-    It is true (`bool`) once it has an entry.
+    Its truth value (`bool`) is True once it has an entry.
     """
 
     def __init__(self) -> None:
@@ -80,25 +81,25 @@ class LayerBytes:
         return bool(self._seen)
 
     def add(self, tokens: int, bytes_: int) -> None:
-        """Record how many bytes a layer kept in a forward pass. This replaces the records of passes with as many or
-        slightly fewer tokens.
+        """Record how many bytes a layer kept in a forward pass. This replaces the records of forward passes with as
+        many or slightly fewer tokens.
 
         Args:
-            tokens: the number of tokens in the pass.
+            tokens: the number of tokens in the forward pass.
             bytes_: the bytes that the layer kept for its backward pass.
         """
         size = tokens.bit_length()
         self._seen = {n: b for n, b in self._seen.items() if n.bit_length() != size or n > tokens} | {tokens: bytes_}
 
     def expected(self, tokens: int) -> int | None:
-        """Return how many bytes a layer keeps at most in a pass, or None if nothing is recorded yet.
+        """Return how many bytes a layer keeps at most in a forward pass, or None if nothing is recorded yet.
 
         The bound is the lowest that the records give: what a larger pass kept, or what a smaller one kept in proportion
         to its tokens. It is never too low, because a part of the bytes (weights cast under autocast) does not grow with
         the tokens.
 
         Args:
-            tokens: the number of tokens in the pass.
+            tokens: the number of tokens in the forward pass.
         """
         return min((b if n >= tokens else -(-b * tokens // n) for n, b in self._seen.items()), default=None)
 
@@ -119,7 +120,8 @@ class Recomputation:
         self._sharded = any(is_sharded(p) for p in session.policy.module.parameters())
 
     def idle(self) -> str | None:
-        """Return why this run has nothing to decide (gradient checkpointing is off or not transformers'), or None."""
+        """Return why there is no choice of layers in this run (gradient checkpointing is off, or is not transformers'
+        own); None if there is a choice."""
         if not self._session.args.gradient_checkpointing:
             return "gradient_checkpointing is off, so that there is nothing to decide"
         if not any(isinstance(module, GradientCheckpointingLayer) for module in self._session.policy.base.modules()):
@@ -163,9 +165,10 @@ class Recomputation:
                 layer.gradient_checkpointing = True
 
     def joined(self, tokens: Sequence[int]) -> int:
-        """Return how many of the next micro-batches one pass can compute without recomputing a layer. Collective.
+        """Return how many of the next micro-batches one forward and backward pass can compute without recomputing a
+        layer. Collective.
 
-        It is 1 where no pass was counted yet, or where not even one micro-batch fits.
+        It is 1 where no forward pass was measured yet, or where not even one micro-batch fits.
 
         Args:
             tokens: the number of tokens of each of these micro-batches.
@@ -190,12 +193,12 @@ class Recomputation:
         return min(self._session.ranks.gather(kept)) if self._sharded else kept
 
     def _fitting(self, tokens: int, layers: int, memory: tuple[int, int]) -> int:
-        """Return how many layers' activations this rank's memory can hold.
+        """Return how many layers' activations this rank's memory can hold in one forward pass.
 
         Args:
-            tokens: the number of tokens of the pass.
+            tokens: the number of tokens of the forward pass.
             layers: how many layers there are.
-            memory: what `_memory` returns.
+            memory: bytes of the device that are free, and how many of these something other than activations will take.
         """
         layer, (free, others) = self._kept.expected(tokens), memory
         assert layer is not None
@@ -205,15 +208,15 @@ class Recomputation:
         """Return how many bytes of the device are free, and how many of these will be needed for something other than
         activations.
 
-        It looks at every parameter, so it is called only once per pass.
+        It looks at every parameter, so it is called only once per forward pass.
         """
         return self._session.free_bytes(), self._casts + self._head + self._gradients()
 
     def _gradients(self) -> int:
         """Return the bytes of the gradients that the backward pass will allocate.
 
-        Until the last micro-batch of a step, FSDP2 holds the gradients whole, where they cannot be seen: they may be
-        counted twice.
+        With gradient accumulation, FSDP2 holds the gradients whole until the last micro-batch of a step. It does so
+        where this function cannot see them, so gradients that exist already may be counted again.
         """
         trained = [p for p in self._session.policy.parameters if p.requires_grad]
         if self._sharded and self._session.args.gradient_accumulation_steps > 1:
@@ -230,8 +233,8 @@ class Recomputation:
 
     @functools.cached_property
     def _head(self) -> int:
-        """The bytes that TRL's fused LM head needs in addition to its chunks: a float32 gradient, and the gathered
-        weight."""
+        """The bytes that TRL's fused LM head needs beside its chunks of logits: a float32 gradient if the head is
+        trained, and the gathered weight if it is sharded."""
         head: Any = self._session.policy.base.get_output_embeddings()
         weight = getattr(head, "weight", None)
         if weight is None:
@@ -241,7 +244,7 @@ class Recomputation:
 
     @functools.cached_property
     def _input(self) -> int:
-        """The bytes that a recomputed layer keeps per token: its input."""
+        """The bytes per token that a layer keeps if it is recomputed: those of its input."""
         policy = self._session.policy
         return int(policy.base.config.get_text_config().hidden_size) * policy.dtype.itemsize
 

@@ -1,6 +1,7 @@
 """The component `scoring="packed"`: computes log-probs of rows without padding.
 
-The first rows are also scored with padding, and compared; if they differ, all rows stay padded.
+The first rows are also scored with padding, and the log-probs are compared; if they differ by more than rounding
+explains, all rows stay padded.
 """
 
 from __future__ import annotations
@@ -33,18 +34,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXACT = 1e-5
-"""The largest allowed difference of one token's log-prob between packed and padded rows in fp32, in nats."""
+"""The largest difference, in nats, that a token's log-prob may have between packed and padded rows if the model
+computes in fp32."""
 
 
 class Packed(Scoring):
-    """A scoring (per-token log-probs and entropies) of rows without their padding.
+    """A scoring (a component that computes per-token log-probs and entropies for the trainer) of rows without their
+    padding.
+
+    Args:
+        session: the run.
+        options: the user's options.
 
     Attributes:
+        deferred: whether TRL's old log-probs may be taken from the first forward pass of the loss.
         padded_because: why rows are scored with padding, as TRL does; None where they are packed.
         balanced: whether `micro_batches` chooses which rows are trained together. It does so only where rows are
             packed, because padded rows take the same memory in any micro-batch.
-        joins: whether `joined` may put several micro-batches in one pass. It may once the policy's first rows have
-            shown that packed rows are scored like padded ones.
+        joins: whether `joined` may put several micro-batches into one forward and backward pass. It may once the
+            policy's first rows have shown that packed rows are scored like padded ones.
         recomputation: decides which layers are recomputed in the backward pass; None without `adaptive_checkpointing`.
     """
 
@@ -66,7 +74,8 @@ class Packed(Scoring):
         self._joins = options.joined and self.recomputation is not None
 
     def note(self) -> str:
-        """Return a line for the report: how rows are scored, and why."""
+        """Return the line about this scoring that is printed when a run starts: whether rows are packed or padded, and
+        why."""
         if self.padded_because is not None:
             said = f"scoring: rows stay padded: {self.padded_because}"
         else:
@@ -83,20 +92,24 @@ class Packed(Scoring):
         return nullcontext() if self.recomputation is None else self.recomputation.chosen(tokens, copied)
 
     def micro_batches(self, prompts: Tensor, tokens: Sequence[int], count: int) -> list[list[int]]:
-        """Split the rows of an optimizer step into `count` micro-batches of equally many rows; return row numbers.
+        """Split the rows of an optimizer step into `count` micro-batches of equally many rows. Returns the row numbers
+        of each.
 
-        Where rows share prompts, the split computes few tokens in all; else their token counts are nearly equal.
+        Where rows share prompts, the split computes few tokens in all; else the micro-batches' token counts are nearly
+        equal.
 
         Args:
             prompts: (B, P) token ids of each row's prompt, -1 where there is no token.
             tokens: for each row, the number of tokens of prompt and completion.
+            count: the number of micro-batches; it must divide the number of rows.
         """
         if not self._shares:
             return equal_tokens(tokens, count)
         return fewest_tokens(RowLengths.of(prompts.cpu(), tokens), count)
 
     def joined(self, tokens: Sequence[int]) -> int:
-        """Return how many of the next micro-batches one pass can compute without recomputing a layer; at least 1.
+        """Return how many of the next micro-batches one forward and backward pass can compute without recomputing a
+        layer; at least 1. Collective.
 
         Args:
             tokens: the number of tokens of each of these micro-batches.
@@ -105,7 +118,13 @@ class Packed(Scoring):
         return self.recomputation.joined(tokens)
 
     def score(self, rows: Rows) -> Scores:
-        """Compute the rows' per-token log-probs and entropies as TRL does; without padding, where rows are packed."""
+        """Compute the rows' per-token log-probs and entropies as TRL does; without padding, where rows are packed.
+
+        Before the first packed pass of a model, its rows are also scored with padding and compared.
+
+        Args:
+            rows: the rows to score in one call.
+        """
         if self.padded_because is None:
             before = attention.choose(rows.model)  # again, where another trainer on the model has ended
             if before is not None:
@@ -122,9 +141,10 @@ class Packed(Scoring):
             return rows.padded()
 
     def _packs(self, rows: Rows, shared_below: float) -> list[Pack] | None:
-        """Pack rows, and return one pack for each forward pass; None if a row cannot be packed.
+        """Pack rows, and return one pack (rows without padding, as one sequence) for each forward pass; None if a row
+        cannot be packed.
 
-        All packs are made before the first pass, because ranks that share a model must run equally many passes.
+        All packs are made before the first forward pass, because ranks that share a model must run equally many passes.
 
         Args:
             rows: the rows to score.

@@ -1,4 +1,5 @@
-"""The selection of a few trajectories for the page of a run, because a file may hold many thousands."""
+"""The selection of a few trajectories for the page that reports on a run (`trlx-hybrid report`), because a run may
+record many thousands."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ TOKENS = 12_000  # of all trajectories shown token by token: a page of 1 MB
 
 @dataclass(slots=True, kw_only=True)
 class Chosen:
-    """A selection of a file's trajectories for the page of a run. A trajectory is identified by its line in the file;
-    the first line is 1.
+    """A selection of a file's trajectories for the page that reports on a run. A trajectory is identified by the number
+    of its line in the file; the first line is 1.
 
     Attributes:
         lists: the lines of the trajectories that the page shows token by token, by the title of their list: "best",
@@ -38,11 +39,11 @@ class Chosen:
 
 
 def choose(recorded: Iterable[Recorded]) -> Chosen:
-    """Choose the trajectories that the page of a run shows: the best, the worst, failed ones, evenly spaced ones, and
-    those of prompts that were sampled at several steps.
+    """Choose the trajectories that the report on a run shows: those with the best and the worst rewards, failed ones
+    (no token is trained on), evenly spaced ones, and those of prompts that were sampled at several steps.
 
-    Those shown token by token have `TOKENS` tokens at most, together. Only a few numbers per trajectory are kept in
-    memory.
+    All but the last kind are shown token by token, and have at most `TOKENS` tokens together. Only a few numbers per
+    trajectory are kept in memory.
 
     Args:
         recorded: all trajectories of a file, in its order.

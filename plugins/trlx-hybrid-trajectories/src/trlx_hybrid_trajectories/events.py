@@ -1,5 +1,5 @@
-"""The events of a run, such as the begin of a phase or a weight sync. Each rank writes its own as lines of JSON to a
-file in the folder `report` of the run; this module also reads them for the report and the trace."""
+"""The events of a run, such as the begin of a phase or a weight sync. Each rank writes its own events as lines of JSON
+to a file in the folder `report` of the run's `output_dir`. This module also reads them, for report and trace."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ ACTIVITIES = {
     "train": "loss, optimizer, and what the trainer does besides",
     "idle": "after training",
 }
-"""The activities of a rank: name and explanation. An activity lasts until the rank records the next one."""
+"""The activities of a rank, such as "sync": an explanation for each name. An activity lasts until the rank records the
+next one."""
 SETTINGS = (
     *("learning_rate", "num_generations", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("max_completion_length", "temperature", "beta", "loss_type"),
@@ -54,7 +55,8 @@ def folder_of(session: Run) -> Path:
 class EventLog:
     """Writes the events of this rank to its file, `report/rank<rank>.jsonl` in the run's `output_dir`.
 
-    Times are those of the host's clock, in seconds since 1970. The log never waits for the device.
+    Times are those of the host's clock, in seconds since 1970. They do not wait for work on the GPU, which may still be
+    running.
 
     Args:
         session: the run.
@@ -82,7 +84,8 @@ class EventLog:
         event.
 
         Args:
-            event: kind of the event: "start", "header", "now", "sync", "log" or "end".
+            event: kind of the event: "start", "header" (the lines printed when the run starts), "now" (an activity
+                begins), "sync" (a weight sync has ended), "log" (the trainer logs metrics) or "end".
             fields: further fields of the line, values that JSON can hold.
         """
         self._lines.add([_line({"event": event, "time": round(time.time(), 4)} | fields)])
@@ -101,14 +104,24 @@ class EventLog:
         self.write("now", name=activity, step=session.step, training=session.training, **fields)
 
     def synced(self, report: SyncReport, session: Run) -> None:
-        """Record the report of a weight sync that has ended. The rank's activity is "wake" again."""
+        """Record a weight sync that has ended, and that the rank goes on with the activity "wake" (waking the engine).
+
+        Args:
+            report: seconds, bytes and checks of the weight sync.
+            session: the run.
+        """
         figures = {k: as_json_number(v) if isinstance(v, float) else v for k, v in asdict(report).items()}
         self.write("sync", step=session.step, **figures)
         self.now("wake", session)
 
     def logged(self, metrics: Mapping[str, object], session: Run) -> None:
-        """Record the numbers among the metrics that the trainer logs, on rank 0 only. The metrics at the end of
-        training begin the activity "idle"."""
+        """Record the metrics that the trainer logs, on rank 0 only, leaving out those that are not numbers. With the
+        metrics that the trainer logs at the end of training, the activity "idle" begins.
+
+        Args:
+            metrics: the logged metrics, by name.
+            session: the run.
+        """
         if session.ranks.rank == 0:
             numbers = {k: as_json_number(v) for k, v in metrics.items() if isinstance(v, int | float)}
             self.write("log", step=session.step, metrics=numbers)
@@ -156,11 +169,11 @@ class Span:
     """An interval of time in which one rank had one activity.
 
     Attributes:
-        start: number of the launch that it belongs to; a resumed run has several, counted from 0.
+        start: number of the run's launch in which the interval lies; a resumed run has several, counted from 0.
         rank: the rank.
         name: the activity, a name in `ACTIVITIES`.
         begin, end: the interval, in seconds since 1970.
-        step: the number of optimizer steps done when it began.
+        step: the number of optimizer steps done when the interval began.
         training: False during an evaluation.
     """
 
@@ -181,14 +194,15 @@ class Events:
     later start has repeated, only the later start's events are kept.
 
     Attributes:
-        starts: for each start, what rank 0 recorded about the run (model, settings, versions and so on), its time, and
-            as "last" the time of its last event.
-        header: the lines of the header that the last start printed.
-        logs: step and metrics of each line that the trainer logged.
-        syncs: for each weight sync, the rank and the recorded line.
-        held: for each phase that began, the rank and the recorded line; its "held" has the bytes by owner of memory.
+        starts: for each start, what rank 0 recorded about the run (model, settings, versions and so on), the start's
+            time, and as "last" the time of its last event, in seconds since 1970.
+        header: the lines that the trainer printed when the last start began: its components, predicted memory, notes.
+        logs: (optimizer step, metrics) for each line that the trainer logged.
+        syncs: (rank, recorded line) for each weight sync; the line is a parsed JSON object.
+        held: (rank, recorded line) for each phase that began; the line's "held" has the bytes that each owner of memory
+            held.
         spans: the intervals of all starts and ranks.
-        errors: for each rank whose last start ended with an error, the error.
+        errors: for each rank whose last start ended with an error, the error's class and text.
         ended: whether rank 0's last start was closed, rather than killed.
         broken: how many lines could not be read; a run that is killed may leave a half-written line.
         lost: how many events a full disk has lost, as far as later events could report it.
@@ -209,7 +223,7 @@ class Events:
 def read_events(run: Path) -> Events:
     """Read the events of a run. A run that recorded none has an empty `Events`.
 
-    Of ranks that the last start did not have, only the spans are kept.
+    If the last start had fewer ranks than an earlier one, only the spans of the missing ranks are returned.
 
     Args:
         run: the `output_dir` of the run.
@@ -268,13 +282,13 @@ def _rows(file: Path, found: Events) -> Iterator[JsonObject]:
 
 
 def _spans(start: int, rank: int, rows: list[JsonObject]) -> Iterator[Span]:
-    """Yield one rank's spans of one start. Each lasts until the rank's next activity, and the last until its last
-    event.
+    """Yield one rank's spans (intervals with an activity) in one launch of the run. Each span lasts until the rank's
+    next activity begins, and the last one until the rank's last event.
 
     Args:
-        start: number of the start, from 0.
+        start: number of the launch, from 0.
         rank: the rank.
-        rows: the rank's recorded lines of this start; not empty.
+        rows: the lines that the rank recorded in this launch; not empty.
     """
     said = [row for row in rows if row["event"] == "now"]
     ends = [row["time"] for row in said[1:]] + [rows[-1]["time"]]
@@ -284,11 +298,12 @@ def _spans(start: int, rank: int, rows: list[JsonObject]) -> Iterator[Span]:
 
 
 def _before(kept: list[JsonObject], rows: list[JsonObject]) -> Iterator[JsonObject]:
-    """Return those lines of earlier starts that still count, because a later start did not repeat their steps.
+    """Yield those lines of a run's earlier launches that still count, because a later launch, resumed from a
+    checkpoint, did not repeat their steps.
 
     Args:
-        kept: the lines of the earlier starts that have counted so far.
-        rows: the lines of the later start. It repeats all steps from the first one that it trained. A step's metrics
+        kept: the lines of the earlier launches that have counted so far.
+        rows: the lines of the later launch. It repeats all steps from the first one that it trained. A step's metrics
             are logged with the number of the next step.
     """
     sampled = [row["step"] for row in rows if row["event"] == "now" and row["name"] == "rollout" and row["training"]]
@@ -298,7 +313,8 @@ def _before(kept: list[JsonObject], rows: list[JsonObject]) -> Iterator[JsonObje
 
 
 def trace(events: Events, title: str) -> JsonObject:
-    """Return the spans in the Trace Event Format, which Perfetto and chrome://tracing open, with one track per rank.
+    """Return a run's spans (intervals with an activity) in the Trace Event Format, which Perfetto and chrome://tracing
+    open, with one track per rank.
 
     Args:
         events: the run's events.

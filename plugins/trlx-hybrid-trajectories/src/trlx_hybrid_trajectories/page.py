@@ -53,10 +53,10 @@ def _templates() -> Environment:
 
 
 def part(name: str, **given: object) -> str:
-    """Return a part of a page as HTML.
+    """Return a part of a page as HTML, made by a Jinja macro.
 
     Args:
-        name: name of its macro in `page.html`.
+        name: name of the macro in the template `page.html`.
         given: the macro's arguments. Texts are escaped, unless the macro says otherwise.
     """
     return str(getattr(_templates().get_template("page.html").module, name)(**given))
@@ -68,7 +68,8 @@ def document(title: str, body: Sequence[str], *, styles: Sequence[str], scripts:
     Args:
         title: the page's title, plain text.
         body: the lines of HTML inside the page's body.
-        styles, scripts: the texts of style sheets and scripts, which the page is to contain.
+        styles: the texts of the style sheets that the page contains.
+        scripts: the texts of the scripts that the page contains.
     """
     return part("document", title=title, body=body, styles=styles, scripts=scripts)
 
@@ -101,7 +102,7 @@ def contents(recorded: Sequence[Recorded], among: Sequence[Recorded] = ()) -> st
 
     Args:
         recorded: the trajectories to list.
-        among: the trajectories whose lowest and highest rewards the bars refer to; those of `recorded` if empty.
+        among: the trajectories whose lowest and highest rewards are the ends of the bars' scale; `recorded` if empty.
     """
     finite = [one.reward for one in among or recorded if one.reward is not None and math.isfinite(one.reward)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
@@ -113,17 +114,18 @@ def contents(recorded: Sequence[Recorded], among: Sequence[Recorded] = ()) -> st
 
 
 def article(one: Recorded) -> str:
-    """Return the HTML that shows one trajectory token by token.
+    """Return the HTML that shows one trajectory token by token; if its completion is a list of chat messages, these are
+    listed as well.
 
-    The element's id is "t" and the trajectory's line number in its file. For a completion of chat messages, these are
-    listed, too.
+    The id of the HTML element is "t" followed by the number of the trajectory's line in its file, such as "t12".
     """
     said = messages(one) if isinstance(one.completion, list) else []
     return part("article", one=one, sections=sections(one), messages=said, failed=FAILED, long_prompt=LONG_PROMPT)
 
 
 def hover(span: TokenSpan) -> str:
-    """Return the text that is shown over a token: its log-prob in nats, its probability, and its id."""
+    """Return the text of the tooltip over a token: its log-prob in nats, its probability, and its id. For tokens that
+    form a character together, the text has the sum of their log-probs, and all ids."""
     ids = " + ".join(map(str, span.ids))
     if span.logprob is None:
         return f"id {ids}"
@@ -132,8 +134,8 @@ def hover(span: TokenSpan) -> str:
 
 
 def shade(logprob: float) -> int:
-    """Return the shade in which a sampled token is shown: 0 for an almost certain one, up to 5 for an improbable one or
-    NaN.
+    """Return the number of the colour in which a sampled token is shown: 0 for a token with a probability of at least
+    90%, up to 5 for one with less than 1% or a log-prob of NaN (the limits are in `SHADES`).
 
     Args:
         logprob: the token's log-prob, in nats.

@@ -58,7 +58,8 @@ class TrajectoriesOptions:
 
 @hookimpl
 def trlx_configure(session: Run) -> None:
-    """Open the run's files, so that wrong options and unwritable files raise before anything is sampled."""
+    """Open the files in which the run's trajectories and events are recorded, as far as the options ask for them, so
+    that wrong options and unwritable files raise before anything is sampled."""
     options = session.config.options_of("trajectories", TrajectoriesOptions)
     file = options.file(session)
     if file is not None and session.ranks.rank == 0:
@@ -79,16 +80,16 @@ def _file_of(session: Run, path: str) -> OptionalLines:
 
 @hookimpl
 def trlx_leave_phase(session: Run, phase: Phase) -> None:
-    """Record what the rank does after the phase: "wake" the engine after training, put it to "sleep" after a
-    rollout."""
+    """Record, for the run's report, what the rank does after the phase: "wake" (wake the engine) after training,
+    "sleep" (put it to sleep) after a rollout."""
     if session in _logs:
         _logs[session].now("wake" if phase.value == "train" else "sleep", session)
 
 
 @hookimpl
 def trlx_enter_phase(session: Run, phase: Phase) -> None:
-    """Record that the phase begins, and how many bytes each owner of memory (policy, optimizer, engine and so on) holds
-    in it."""
+    """Record, for the run's report, that the phase begins, and how many bytes each owner of memory (policy, optimizer,
+    engine and so on) holds in it."""
     if session in _logs:
         held = dict(session.held_bytes.get(phase, {}))
         _logs[session].now("scoring" if phase.value == "train" else "rollout", session, phase=phase.value, held=held)
@@ -96,21 +97,22 @@ def trlx_enter_phase(session: Run, phase: Phase) -> None:
 
 @hookimpl
 def trlx_sync_start(session: Run) -> None:
-    """Record that a weight sync begins."""
+    """Record, for the run's report, that a weight sync begins."""
     if session in _logs:
         _logs[session].now("sync", session)
 
 
 @hookimpl
 def trlx_sync_end(session: Run, report: SyncReport) -> None:
-    """Record that a weight sync has ended, with its report: seconds, bytes, and what was verified."""
+    """Record, for the run's report, that a weight sync has ended: its seconds, bytes, and what was verified."""
     if session in _logs:
         _logs[session].synced(report, session)
 
 
 @hookimpl
 def trlx_rollout_end(session: Run, trajectories: Sequence[Trajectory]) -> None:
-    """Record rank 0's trajectories, if the options say so, and log the number of those that a full disk has lost."""
+    """Write the rollout's trajectories on rank 0 to the file of trajectories, if the options ask for it, and log how
+    many were lost because the disk was full."""
     options = session.config.options_of("trajectories", TrajectoriesOptions)
     path = options.file(session)  # read again: `multi_turn` may have added it, from its older option
     if path is not None and session.ranks.rank == 0:
@@ -126,14 +128,14 @@ def trlx_rollout_end(session: Run, trajectories: Sequence[Trajectory]) -> None:
 
 @hookimpl
 def trlx_log(session: Run, metrics: dict[str, float]) -> None:
-    """Record the metrics that the trainer logs."""
+    """Record, for the run's report, the metrics that the trainer logs."""
     if session in _logs:
         _logs[session].logged(metrics, session)
 
 
 @hookimpl
 def trlx_unconfigure(session: Run) -> None:
-    """Close the files of the run."""
+    """Close the files in which the run was recorded."""
     file = _files.pop(session, None)
     if file is not None:
         file.close()

@@ -1,5 +1,5 @@
-"""Files of trajectories: one line of JSON for each, which holds the text of every token, so that a viewer needs no
-tokenizer."""
+"""Files of recorded trajectories: their format, writing and reading. Each trajectory is a line of JSON, which holds the
+text of every token, so that a viewer needs no tokenizer."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Recorded:
             token before it began.
         loss_mask: for each token of the completion, 1 if the model sampled it, 0 if it was observed.
         logprobs: for each token of the completion its log-prob, in nats; None if no log-probs were requested.
-        special_ids: which of its token ids are special tokens.
+        special_ids: those of the trajectory's token ids that are special tokens, such as EOS.
         completion: the completion as text or as chat messages, in a form that JSON can hold; images and the like are
             replaced by a short note.
     """
@@ -96,8 +96,8 @@ def lines_of(
     limit: int | None = None,
     training: bool = True,
 ) -> list[str]:
-    """Return the lines that record trajectories, without line breaks: strict JSON, in which NaN and infinities are the
-    strings "nan", "inf" and "-inf".
+    """Return trajectories as lines of a file, without line breaks: one line of strict JSON for each, in which NaN and
+    infinities are the strings "nan", "inf" and "-inf".
 
     Args:
         trajectories: the trajectories of a batch.
@@ -115,8 +115,8 @@ def _append(file: FileIO, path: str | os.PathLike[str], lines: Sequence[str]) ->
     """Append lines to an open file: all of them, or none if that fails.
 
     Args:
-        file: the file, as `opened` returns it.
-        path: its path, for the error message.
+        file: the file, open for appending and reading, unbuffered.
+        path: the file's path, for the error message.
         lines: the lines, without line breaks.
 
     Raises:
@@ -162,14 +162,14 @@ class OptionalLines:
     Args:
         path: the file; it and its folders are created if necessary.
         what: what the lines are, for the warning about lost ones.
-        note: returns a line that reports a given number of lost lines; it is written before the next line that can be
-            written.
+        note: takes the number of lost lines, and returns a line that reports it. This line is written to the file as
+            soon as lines can be written again. None writes no such line.
 
     Attributes:
         lost: how many lines were not written.
 
     Raises:
-        RecordError: the file cannot be written to for another reason than a full disk, such as its name.
+        RecordError: the file cannot be opened for another reason than a full or failing disk, such as a wrong path.
     """
 
     def __init__(self, path: str | os.PathLike[str], what: str, note: Callable[[int], str] | None = None) -> None:
@@ -185,10 +185,13 @@ class OptionalLines:
             self._warn(error)
 
     def add(self, lines: Sequence[str]) -> None:
-        """Append lines, without line breaks: all of them, or none if the disk is full, in which case they are counted
-        in `lost`.
+        """Append lines to the file: all of them, or none if they cannot be written, in which case they are counted in
+        `lost`.
 
         Warns when the first lines are lost. Each call tries again, because somebody may have made room.
+
+        Args:
+            lines: the lines, without line breaks.
         """
         missing = self.lost - self._told
         told = [self._note(missing)] if self._note is not None and missing else []
@@ -233,7 +236,7 @@ def read(path: str | os.PathLike[str], broken: list[int] | None = None) -> Itera
 
     Args:
         path: the file.
-        broken: a list to which the numbers of the lines are appended that are not a trajectory; they are skipped. If
+        broken: a list. Lines that are not a trajectory are skipped, and their numbers are appended to this list. If
             None, such a line raises.
 
     Raises:
@@ -279,14 +282,15 @@ def _row(trajectory: Trajectory, texts: TokenTexts, step: int, training: bool) -
 
 def as_json_number(value: float | None) -> float | str | None:
     """Return a number in a form that strict JSON can hold: NaN and infinities become the strings "nan", "inf" and
-    "-inf"."""
+    "-inf"; None stays None."""
     if value is None:
         return None
     return float(value) if math.isfinite(value) else str(float(value))
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """Return `value` in a form that JSON can hold; anything else is replaced by a note such as `<image 640x480>`.
+    """Return a value in a form that JSON can hold. What JSON cannot hold is replaced by a note, such as
+    `<image 640x480>`.
 
     Args:
         value: a message, or any value in one.
@@ -322,8 +326,8 @@ TYPES: dict[str, type] = {
     "loss_mask": list,
     "special_ids": list,
 }
-"""The types of a line's fields, checked when it is read. Viewers show these values unescaped, so text in place of a
-number could inject a script."""
+"""The types of the fields of a recorded trajectory, by name. They are checked when a file is read: viewers show these
+values unescaped, so that a text in place of a number could inject a script."""
 
 ELEMENTS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("prompt_ids", "completion_ids", "loss_mask", "special_ids"), (int,)),
@@ -332,7 +336,7 @@ ELEMENTS: dict[str, tuple[type, ...]] = {
 
 
 def _parsed(line: str, number: int) -> Recorded | str:
-    """Return the trajectory in a line of a file, or, if the line is not one, the reason as a text.
+    """Return the trajectory that a line of a file holds; if the line holds none, return a text that says why.
 
     Args:
         line: the line, without its line break.
@@ -391,8 +395,9 @@ class TokenTexts:
 
         Args:
             ids: token ids.
-            kinds: for each token a value that says which kind it is, such as sampled or observed. Neighbours of
-                different kinds never share a character: each half is decoded by itself, and is unreadable.
+            kinds: for each token a value that says which kind it is, such as True for a sampled and False for an
+                observed token. Neighbours of different kinds are decoded separately: if a character is split between
+                them, each half is unreadable.
         """
         texts: list[str | None] = []
         start = 0

@@ -37,7 +37,7 @@ class Curves:
     Attributes:
         title: the chart's title, with the unit in brackets.
         names: patterns (`fnmatch`) that match the metrics' names in the trainer's log.
-        missing: what to set so that the trainer logs these metrics, shown where it did not log them.
+        missing: a hint that is shown if none of the metrics was logged: which trainers or settings log them.
     """
 
     title: str
@@ -128,8 +128,8 @@ def _of_checkpoint(run: Path) -> tuple[list[tuple[int, JsonObject]], str]:
         run: the `output_dir` of the run.
 
     Returns:
-        Step and metrics of each logged line, and a sentence that names the source; empty ones if there is no
-        checkpoint.
+        A list of (optimizer step, metrics) for each line that was logged, and a sentence that names the source; an
+        empty list and "" if there is no checkpoint.
 
     Raises:
         HybridError: the checkpoint's `trainer_state.json` cannot be read.
@@ -225,15 +225,16 @@ def _absent(text: str) -> str:
 def curves(logs: Sequence[tuple[int, JsonObject]]) -> dict[str, Series]:
     """Group the logged metrics into charts.
 
-    The charts of `FIRST` come first. The metrics that these do not show share a chart with others of the same prefix,
-    the part of the name before its last "/". If the prefix begins with "hybrid", they must also have the same unit.
-    Metrics of evaluations (`eval_…`) are drawn in the charts of the training metrics.
+    The charts of `FIRST` come first. Of the other metrics, those share a chart whose names have the same prefix, the
+    part before the last "/". If the prefix begins with "hybrid", they must also have the same unit. Metrics of
+    evaluations (`eval_…`) are drawn in the charts of the training metrics.
 
     Args:
-        logs: optimizer step and metrics of each line that the trainer logged.
+        logs: (optimizer step, metrics) for each line that the trainer logged.
 
     Returns:
-        The values of each metric by name and step, by the title of the chart. NaN and infinities become None.
+        For each chart's title, the metrics drawn in it: by the metric's name, a dict from steps to values. NaN and
+        infinities become None.
     """
     found: dict[str, Series] = {group.title: {} for group in FIRST}
     others: dict[str, Series] = {}
@@ -334,15 +335,15 @@ def _timeline(events: Events, data: JsonObject) -> Iterator[str]:
 
 
 def _row(spans: list[Span], origin: float) -> dict[str, list[int]]:
-    """Return one rank's spans for the timeline's script, a list of numbers for each property.
+    """Return one rank's spans (intervals with an activity) as the page's script draws them in the timeline.
 
     Args:
         spans: the rank's spans, in order.
         origin: the time at which the timeline begins, in seconds since 1970.
 
     Returns:
-        "begin" and "end", in milliseconds since `origin`; "what", the place of the span's activity in `ACTIVITIES`; and
-        "step", the optimizer step, or -1 - step for an evaluation.
+        Lists with a number for each span: "begin" and "end", in milliseconds since `origin`; "what", the place of the
+        span's activity in `ACTIVITIES`; and "step", the optimizer step, or -1 - step for an evaluation.
     """
     names = list(ACTIVITIES)
     return {
@@ -402,10 +403,10 @@ def _sync_row(rank: int, rows: list[JsonObject], policy: int) -> list[str]:
 
 def _per_rank(values: dict[int, dict[int, float]]) -> Series:
     """Return the curves of a quantity that each rank measures: one per rank, or, for more than `RANKS` ranks, the
-    smallest, the median and the largest value over the ranks.
+    smallest, the median and the largest value over the ranks. A curve is a dict from steps to values, by its name.
 
     Args:
-        values: the measured values by rank and step.
+        values: for each rank, a dict from steps to the measured values.
     """
     if len(values) <= RANKS:
         return {f"rank {rank}": dict(found) for rank, found in values.items()}

@@ -1,4 +1,5 @@
-"""Views of a recorded trajectory: its tokens cut into sections of one kind, and the whole as text for a terminal."""
+"""Views of a recorded trajectory: its tokens cut into sections (prompt, sampled, observed), and the whole trajectory as
+text for a terminal."""
 
 from __future__ import annotations
 
@@ -50,9 +51,9 @@ class Section:
         kind: "prompt"; "sampled" for tokens of the model; "observed" for tokens of a tool or an environment; "masked"
             for the completion of a failed trajectory, whose loss mask is 0 everywhere, so that sampled and observed
             tokens cannot be told apart.
-        turn: number of the turn that it belongs to. The first sampled section begins turn 1; sections before it have
-            turn 0.
-        spans: the tokens.
+        turn: number of the turn that the section belongs to. The first sampled section begins turn 1; sections before
+            it have turn 0.
+        spans: the section's tokens.
     """
 
     kind: Kind
@@ -66,8 +67,8 @@ class Section:
 
     @property
     def mean(self) -> str:
-        """The mean log-prob of a sampled section as a text; "" for other sections, and where a token has no
-        log-prob."""
+        """The mean log-prob of a sampled section's tokens as a text, such as "mean log-prob −0.35"; "" for other
+        sections, and where a token has no log-prob."""
         values = [value for span in self.spans for value in span.logprobs if value is not None]
         if self.kind != "sampled" or len(values) < self.tokens:
             return ""
@@ -80,8 +81,9 @@ class Section:
 
 
 def sections(recorded: Recorded) -> list[Section]:
-    """Cut a trajectory's tokens into sections, in order: first the prompt, then sampled and observed sections in
-    turn."""
+    """Return the sections of a trajectory, that is, its tokens cut into parts of one kind, in order: first the prompt,
+    then the sampled and the observed sections, which alternate. A failed trajectory has a single section after the
+    prompt, "masked"."""
     found = _cut(recorded, "prompt", 0, recorded.prompt_ids, recorded.prompt_texts, None)
     start, turn, mask = 0, 0, recorded.loss_mask
     for end in range(1, len(mask) + 1):
@@ -97,7 +99,7 @@ def sections(recorded: Recorded) -> list[Section]:
 
 
 def visible(text: str) -> str:
-    """Return `text` with a sign in place of every control character, except line breaks and tabs."""
+    """Return a text with a visible sign in place of every control character, except line breaks and tabs."""
 
     def sign(match: re.Match[str]) -> str:
         code = ord(match[0])
@@ -109,8 +111,8 @@ def visible(text: str) -> str:
 
 
 def facts(recorded: Recorded) -> list[tuple[str, str]]:
-    """Return the line of facts that is shown above a trajectory (reward, step, weight version, turns, tokens), as pairs
-    of name and value."""
+    """Return the facts that are shown above a trajectory (reward, step, weight version, turns, tokens), as pairs of
+    name and value, both texts."""
     sampled = sum(map(bool, recorded.loss_mask))
     total = len(recorded.completion_ids)
     tokens = f"{total} masked" if recorded.failed else f"{sampled} sampled, {total - sampled} observed"
@@ -245,7 +247,8 @@ def _lines(text: str, width: int) -> Iterator[str]:
 
 
 def _wrapped(line: str, width: int) -> Iterator[str]:
-    """Yield pieces of at most `width` columns each, which together are the line."""
+    """Cut a line of text, between words if possible, and yield its parts, each of which takes at most `width` columns
+    in a terminal."""
     piece, used = "", 0
     for word in re.findall(r"\S+|\s+", line):
         needed = sum(map(_columns, word))

@@ -1,4 +1,4 @@
-"""The arguments that vLLM's engine is built with, from our options, the live model and the available memory."""
+"""The arguments that vLLM's engine is built with, from the user's options, the live model and the available memory."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def refuses(policy: Policy, world: int, options: VLLMOptions, slots: bool = True
     """Return why vLLM cannot serve this model with these options, and what to change; None where it can.
 
     Args:
-        world: the number of processes.
-        slots: whether a weight sync can write into the engine's LoRA slots.
+        world: the number of processes, which must be a multiple of those of one engine.
+        slots: whether a weight sync can write LoRA adapters into the engine; False for engines in other processes.
     """
     model = policy.base
     config = model.config.get_text_config()
@@ -141,12 +141,14 @@ def refuses_routing(options: VLLMOptions) -> str | None:
 
 
 def returns_no_experts() -> bool:
-    """Return whether vLLM cannot return the experts that computed each token: its model runner on CPUs cannot."""
+    """Return whether vLLM cannot return which experts computed each token; True on CPUs, whose model runner cannot."""
     return on_cpu()
 
 
 def refuses_support(options: VLLMOptions, setting: str) -> str | None:
-    """Return why completions cannot name the ids that each token was sampled from (what top-k left), or None.
+    """Return why vLLM cannot report the ids that each token was sampled from (what top-k, top-p and min-p leave).
+
+    None where it can. It cannot with speculative decoding.
 
     Args:
         setting: name of the sampling setting that leaves some ids out, for the message.
@@ -160,13 +162,13 @@ def refuses_support(options: VLLMOptions, setting: str) -> str | None:
 
 
 MASKS = "return_sampling_mask"
-"""The name of vLLM's argument by which it returns the ids that tokens were sampled from."""
+"""The name of vLLM's engine argument that makes it return the ids that each token was sampled from."""
 
 
 def returns_no_masks() -> bool:
-    """Return whether vLLM cannot return the ids that each token was sampled from: its model runner on CPUs cannot.
+    """Return whether vLLM cannot return the ids that each token was sampled from; True on CPUs.
 
-    Nor can that runner return the experts that computed each token.
+    The model runner that vLLM uses on CPUs cannot return the experts of a token either.
     """
     return returns_no_experts()
 
@@ -184,7 +186,11 @@ def _unknown_arguments(options: VLLMOptions) -> str | None:
 
 
 def engine_dtype(options: VLLMOptions, policy: Policy, args: TrainingArguments) -> torch.dtype:
-    """Return the dtype that the engine computes in, see `VLLMOptions.dtype`; `args` are TRL's training arguments."""
+    """Return the dtype that the engine computes in.
+
+    This is the option's, unless it is "auto". Then a float32 policy gets bfloat16 or float16 if `bf16` or `fp16` is set
+    in the training arguments, and any other policy its own dtype.
+    """
     if options.dtype != "auto":
         chosen: torch.dtype = getattr(torch, options.dtype)
         return chosen
@@ -214,9 +220,9 @@ def engine_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype)
 
 
 def shared_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype, cpu: bool) -> dict[str, Any]:
-    """Return the arguments of vLLM that are the same for an engine in the trainer's process and for a remote one.
+    """Return the arguments of vLLM that an engine in the trainer's process and a remote engine have in common.
 
-    Those for the executor and for memory are not among them.
+    The arguments for the executor and for memory are not among them.
     """
     arguments: dict[str, Any] = {
         "load_format": dummy_load_format(),
@@ -257,11 +263,15 @@ def shared_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype,
 
 
 def _graphs_for_prompts(options: VLLMOptions, batched_tokens: int) -> dict[str, Any]:
-    """Return the arguments for CUDA graphs of steps that also read the short prompts of conversations.
+    """Return the arguments for CUDA graphs of steps that decode and also read short prompts, such as tool results.
 
-    By vLLM's defaults, the largest graph for 64 sequences has 128 tokens. A step with 64 rows and two answers of 40
-    tokens is larger, and takes 25 ms. In a smaller step that reads prompts, attention is launched from Python between
-    the layers' graphs, which takes 11 ms. As one graph, a step takes 5 ms (docs/benchmarks.md).
+    By vLLM's defaults, the largest graph for 64 sequences has 128 tokens. A step that decodes 64 sequences and reads
+    two tool results of 40 tokens is larger, and takes 25 ms. In a smaller step that reads prompts, attention is
+    launched from Python between the layers' graphs, which takes 11 ms. As one graph, a step takes 5 ms
+    (docs/benchmarks.md).
+
+    Args:
+        batched_tokens: the largest number of tokens of one step.
     """
     graphs: dict[str, Any] = {"cudagraph_mode": "FULL"}
     if options.sequences is not None and 2 * options.sequences < GRAPH_TOKENS:  # else it is vLLM's own choice
@@ -270,11 +280,12 @@ def _graphs_for_prompts(options: VLLMOptions, batched_tokens: int) -> dict[str, 
 
 
 def _records_prompts(session: Session, options: VLLMOptions, dtype: torch.dtype) -> bool:
-    """Return whether to record CUDA graphs of steps that read prompts: requests come one by one, and vLLM can do so.
+    """Return whether to capture CUDA graphs of steps that read prompts.
 
-    It can with FlashAttention 3, which vLLM takes on Hopper for models whose layers have attention only. With other
-    attention vLLM refuses it (chunked attention), or would compile for whole graphs and then record none of a step that
-    reads prompts.
+    True where the rollout adds requests one by one while others decode, and vLLM can capture such steps. It can with
+    FlashAttention 3, which vLLM takes on Hopper for models whose layers have attention only. With other attention vLLM
+    refuses to (chunked attention), or would compile for whole graphs and then capture none of a step that reads
+    prompts.
     """
     from vllm.platforms import current_platform
 
@@ -296,10 +307,10 @@ def _records_prompts(session: Session, options: VLLMOptions, dtype: torch.dtype)
 
 
 def serves_scheduler(arguments: dict[str, Any]) -> bool:
-    """Return whether `DecodeScheduler` may replace vLLM's scheduler in an engine with these arguments.
+    """Return whether this plugin's `DecodeScheduler` may replace vLLM's scheduler in an engine with these arguments.
 
-    It may where it was tested with this vLLM, and where vLLM would schedule asynchronously with its usual scheduler.
-    The second condition is vLLM's own rule, as far as it can be read from the arguments.
+    It may where this release of vLLM was tested, and where vLLM would use its own `AsyncScheduler`. The second
+    condition repeats vLLM's own rule, as far as the rule can be read from the arguments.
     """
     return (
         untested() is None
@@ -319,9 +330,11 @@ def context_length(session: Session, options: VLLMOptions) -> int:
 def _batched_tokens(session: Session, options: VLLMOptions, whole_prompts: bool) -> int:
     """Return `max_num_batched_tokens` for vLLM, the largest number of tokens of one step.
 
-    It is the number asked for, or at least one token for each sequence, so that all decode in a step; where prompts are
-    read whole, at least one prompt. Apart from that it never exceeds what can be scheduled: vLLM's GPU profiling run
-    would read beyond its block tables.
+    This is the option's number, but at least one token for each sequence, so that all can decode in one step, and at
+    most what all sequences of full length have: beyond it, vLLM's GPU profiling run would read past its block tables.
+
+    Args:
+        whole_prompts: whether prompts are never read in parts. Then the result is at least the longest sequence.
     """
     length = context_length(session, options)
     sequences = options.sequences or options.max_num_batched_tokens
@@ -349,14 +362,15 @@ Other variants are found on the layers themselves.
 
 
 def lora_arguments(policy: Policy, dtype: torch.dtype | None = None) -> dict[str, Any] | str:
-    """Return the engine arguments with which vLLM can hold this policy's adapter, or why it cannot.
+    """Return the engine arguments with which vLLM can hold this policy's LoRA adapter, or a text that says why not.
 
-    Only the targeted layers are wrapped, and a fused one if any of its parts is: a wrapped layer costs two more kernels
-    per step and slots of its own, and vLLM refuses to wrap the head of vocabularies above 258,048.
+    vLLM wraps only the layers that the adapter targets, and a fused layer if any of its parts is targeted. A wrapped
+    layer costs two more kernels per step and memory for A and B, and vLLM refuses to wrap the head of vocabularies
+    above 258,048.
 
     Args:
         policy: the live policy, before the engine is built.
-        dtype: the dtype that the engine will compute in, if known.
+        dtype: the dtype that the engine will compute in; None where it is not known yet.
     """
     reason = unserved(policy, dtype)
     if reason is not None:
@@ -373,7 +387,7 @@ def lora_arguments(policy: Policy, dtype: torch.dtype | None = None) -> dict[str
 
 
 def unserved(policy: Policy, dtype: torch.dtype | None) -> str | None:
-    """Return why vLLM's LoRA slots cannot hold what this policy trains, or None.
+    """Return why vLLM's LoRA slots (its tensors for an adapter's A and B) cannot hold what this policy trains, or None.
 
     Args:
         policy: the live policy.
@@ -453,13 +467,19 @@ def largest_rank(layers: dict[str, LoraLayer]) -> int:
 
 
 def _memory(session: Session, options: VLLMOptions, dtype: torch.dtype, cpu: bool) -> dict[str, Any]:
-    """Return the arguments for the KV cache's size: bytes or a share of the GPU as told, or what is free during
-    ROLLOUT. Makes room on the device for building the engine.
+    """Return vLLM's arguments for the size of the KV cache, and make room on the device to build the engine.
 
-    What is free is known from the memory ledger (`session.memory`). It is used up to what `max_num_seqs` sequences of
-    full length can fill: more would be mapped at each rollout and never used. Tensors that will be away in ROLLOUT wait
-    in host memory while the engine is built. So does the policy, if vLLM is to fill a share of the GPU and the policy
-    will later be views of the engine's memory. Nothing is ever held twice.
+    The size is that of the options, in bytes or as a share of the GPU. Without either, an engine with sleep mode gets
+    what is free during rollouts according to the session's memory ledger, up to what `max_num_seqs` sequences of full
+    length can fill: more would be mapped at each rollout and never used. An engine that does not sleep gets a fixed
+    share of the GPU, and one on a CPU at most 4 GiB.
+
+    To make room, the trainer's tensors that are offloaded during rollouts are moved to host memory before the engine is
+    built. So is the policy, if vLLM is to fill a share of the GPU and the policy's parameters will become views of the
+    engine's memory. Thus nothing is held twice.
+
+    Raises:
+        MemoryPlanError: the engine cannot fit beside the trainer.
     """
     memory, share = session.memory, options.gpu_memory_utilization
     wanted, shared = kv_cache_bytes(session, options, dtype), _becomes_the_engines(session, options, dtype)
@@ -490,12 +510,12 @@ def _memory(session: Session, options: VLLMOptions, dtype: torch.dtype, cpu: boo
 
 
 def kv_cache_bytes(session: Session, options: VLLMOptions, dtype: torch.dtype, least: bool = False) -> int:
-    """Return the bytes that `max_num_seqs` sequences (256 if not given) of full length fill on one rank.
+    """Return the bytes of KV cache that `max_num_seqs` sequences (256 if not given) of full length fill on one rank.
 
-    The number comes from the model's config. With pipeline stages, it is that of the stage with the most.
+    The number comes from the model's config. With pipeline stages, it is that of the stage with the largest cache.
 
     Args:
-        least: return instead what one sequence fills, counting only layers that are known to cache keys and values.
+        least: return a lower bound instead: what one sequence fills, in layers that surely cache keys and values.
     """
     config = session.policy.base.config
     text = config.get_text_config()
@@ -523,9 +543,10 @@ def kv_cache_bytes(session: Session, options: VLLMOptions, dtype: torch.dtype, l
 
 
 def _becomes_the_engines(session: Session, options: VLLMOptions, dtype: torch.dtype) -> bool:
-    """Return whether the policy's parameters will become views of the engine's memory, as the weight path `alias` does.
+    """Return whether the weight sync will turn the policy's parameters into views of the engine's memory.
 
-    It takes an engine on each rank, and a policy that is not sharded and has the engine's dtype.
+    It does so where the run may share memory (`weights="alias"` or "lora"), each rank has an engine of its own, and the
+    policy is not sharded and has the engine's dtype.
     """
     wanted = any(path.component.shares_memory for path in session.selection.weight_paths)
     plain = all(type(p) is torch.nn.Parameter for p in session.policy.base_parameters().values())
@@ -537,9 +558,10 @@ def _becomes_the_engines(session: Session, options: VLLMOptions, dtype: torch.dt
 
 
 def write_without_weights(policy: Policy, folder: Path) -> None:
-    """Write config, generation config and tokenizer of the live model into `folder`; the weights come through the sync.
+    """Write config, generation config and tokenizer of the live model into `folder`, for vLLM to build its model from.
 
-    It never reads `name_or_path`, which is empty for models built from a config, and stale for resized or merged ones.
+    The weights come later, through the weight sync. The model's `name_or_path` is never read: it is empty for models
+    built from a config, and stale for resized or merged ones.
     """
     model = policy.base
     config = unquantised(model.config)

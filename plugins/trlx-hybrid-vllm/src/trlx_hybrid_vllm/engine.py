@@ -75,14 +75,16 @@ class VLLMEngine:
     Attributes:
         dtype: the dtype that the engine computes in.
         llm: vLLM's own LLM, for custom rollouts.
-        adapter: the `LoRARequest` with which every prompt is sampled, set by the weight path `lora`; else None.
+        adapter: the `LoRARequest` with which every prompt is sampled. `LoraSync` sets it, which copies the policy's
+            LoRA adapter into the engine; None where no adapter is kept apart from the weights.
         adapters_refused: why this engine has no LoRA slots, or None if it has them.
         weights_lost: True before the first sync, and after a sleep that freed the weights.
         quantized: True where the engine quantises the weights that it gets.
         sleeps: True where vLLM's sleep mode is on.
         ranks_per_replica: how many ranks run one engine together.
         max_model_len: the longest prompt plus completion, in tokens.
-        peers_lost: True where a rank of this run is gone or elsewhere: `close` then waits for no rank.
+        peers_lost: True once a component has found that another rank of the run is gone or stuck: `close` then waits
+            for no rank.
     """
 
     def __init__(self, session: Session, options: VLLMOptions) -> None:
@@ -197,7 +199,10 @@ class VLLMEngine:
         return None
 
     def _support_of(self, sampling: Sampling) -> KeptIds | None:
-        """Return the object that records the ids that tokens are sampled from, or None if they are all of the ids."""
+        """Return the object that records the ids that each token is sampled from (what top-k, top-p and min-p leave).
+
+        None where these sampling settings leave no ids out, or the run does not need the ids.
+        """
         return None if sampling.truncated_by() is None else self._support
 
     @property
@@ -206,10 +211,13 @@ class VLLMEngine:
         return bool(getattr(config_of(self.llm).model_config, MASKS, False))
 
     def _own_requests(self) -> LoRARequest | None:
-        """Return the `LoRARequest` for requests that name no adapter, or None; called before vLLM queues a request.
+        """Return the `LoRARequest` for a request that names no adapter, or None to sample it without an adapter.
 
-        Custom rollouts add requests to `llm` themselves: so these, too, are sampled from the policy, and are refused
-        while the engine sleeps.
+        Called whenever vLLM's `LLM` is about to queue a request. So the requests that custom rollouts add to `llm` are
+        sampled from the policy as well.
+
+        Raises:
+            EngineError: the engine is asleep or holds no weights.
         """
         self._require_awake()
         return self.adapter
@@ -262,9 +270,10 @@ class VLLMEngine:
         return report
 
     def weights_written(self) -> None:
-        """Record that the engine has the policy's weights again; weight paths that write to its memory call this.
+        """Finish a weight sync that has written the policy's parameters straight into the engine's memory.
 
-        Copies the policy's persistent buffers into the engine, and drops what was computed with the old weights.
+        Copies the policy's persistent buffers into the engine, drops what was computed with the old weights, and sets
+        `weights_lost` to False.
         """
         if self._buffers:
             self._loader.write(self._policy.buffers().items())
@@ -278,11 +287,11 @@ class VLLMEngine:
     def forget_computed(self) -> None:
         """Drop what was computed with the old weights.
 
-        This is the prefix cache, if it holds anything (to drop it, vLLM walks all blocks, 2 ms for 27 GiB), what vLLM
-        keeps of its blocks' experts, and the embeddings of images.
+        This is the prefix cache with the experts that its tokens were routed to, and the embeddings of images. The
+        cache is dropped only where it may hold something: vLLM walks all of its blocks, 2 ms for 27 GiB.
 
         Raises:
-            EngineError: requests are unfinished, and vLLM keeps their keys and values for other requests as well.
+            EngineError: requests are still unfinished, so the prefix cache is in use.
         """
         if (prefixes(self.llm) or self._routes) and not self.llm.reset_prefix_cache():
             drain(self.llm)
@@ -290,9 +299,10 @@ class VLLMEngine:
         forget_images(self.llm)
 
     def _reload(self, weights: NamedTensors) -> LoadReport:
-        """Load weights into a quantised engine by vLLM's reload.
+        """Load weights into a quantised engine by vLLM's `reload_weights`, which quantises them layer by layer.
 
-        What such an engine keeps is derived from the weights, and vLLM's reload derives it again, layer by layer.
+        Args:
+            weights: (checkpoint name, full tensor) pairs.
         """
         given: dict[str, int] = {}
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": counted(weights, given)})
@@ -301,14 +311,15 @@ class VLLMEngine:
     def differing(self, weights: NamedTensors) -> list[str]:
         """Compare checkpoint tensors with the engine's copies, and return the names of those with other bits.
 
-        A quantised engine keeps none of the bits, so it has nothing to compare: only the log-prob probe checks it.
+        The list is empty for a quantised engine, which keeps none of the bits. There, only the session's comparison of
+        the engine's and the policy's log-probs for a short sequence tells whether the weights arrived.
         """
         return [] if self.quantized else self._loader.differing(weights)
 
     def places(self, policy: Policy) -> Places:
-        """Return where each base parameter of the policy lies in this engine's memory.
+        """Return where each parameter of the policy, apart from adapters, lies in this engine's memory.
 
-        The first call finds out by loading the weights through vLLM's loader.
+        The first call loads the policy's weights through vLLM's loader, and records to where it copies them.
         """
         if self._places is None:
             self._places = Places(policy, self._weight_map(policy))
@@ -317,11 +328,11 @@ class VLLMEngine:
     def regions(self, policy: Policy) -> Regions:
         """Return which parts of each weight of the policy this rank's engine memory holds, and where.
 
-        The first call finds out by loading the weights through vLLM's loader.
+        The first call loads the policy's weights through vLLM's loader, and records to where it copies them.
 
         Raises:
-            EngineError: a layer may not keep what is written into it, or holds something that is not a box of a weight
-                (one index range per dimension).
+            EngineError: the engine's memory must not be written to from outside: a layer may not keep what is written
+                into it, or holds a part of a weight that is not one index range per dimension.
         """
         model = model_of(self.llm)
         reason = "a quantised engine keeps no copy of the weights" if self.quantized else refuses_writes(model)
@@ -341,8 +352,9 @@ class VLLMEngine:
     def sleep(self, keep_weights: bool = False) -> None:
         """Free memory, where sleep mode is on; weights that are not kept are lost until the next sync.
 
-        If weights are kept, only the KV cache sleeps: its pages are unmapped, nothing is copied or saved. Otherwise it
-        is vLLM's level 2, which also saves the few buffers that no sync would bring back, and skips what is asleep.
+        If weights are kept, only the KV cache is freed: its pages are unmapped, and nothing is copied or saved.
+        Otherwise both are freed by vLLM's sleep level 2, which saves only the few buffers that no sync would bring
+        back. Parts that are asleep already stay as they are.
         """
         awake = ({KV_CACHE} if keep_weights else {WEIGHTS, KV_CACHE}) - self.asleep
         if not self.sleeps or not awake:
@@ -380,9 +392,10 @@ class VLLMEngine:
         return sum(self._asleep.values())
 
     def resident(self, what: str) -> list[torch.Tensor]:
-        """Return the tensors of "weights" (with their buffers and adapter slots) or "kv_cache" that hold memory now.
+        """Return the tensors of the "weights" or of the "kv_cache" that hold memory now.
 
-        On a CPU, tensors that were emptied in place are included.
+        The weights include buffers and the tensors for LoRA adapters. On a CPU, tensors that were emptied in place are
+        included.
         """
         if what in self._asleep and torch.cuda.is_available():  # unmapped, though torch still counts it
             return []
@@ -412,6 +425,9 @@ class VLLMEngine:
             graphs.close()
 
     def leave(self) -> None:
-        """Release what the engine holds because the process ends, in place of `close`; see `release_at_exit`."""
+        """Free the CUDA graphs and abort the communicators, so that the process can exit without waiting for any rank.
+
+        Called in place of `close` when the process ends.
+        """
         self._forget_sampling_graphs()
         release_at_exit(self.llm, self._made_default_group)

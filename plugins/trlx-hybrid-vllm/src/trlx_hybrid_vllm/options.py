@@ -30,16 +30,16 @@ class VLLMOptions:
         tensor_parallel_size: ranks that share each layer of a replica.
         pipeline_parallel_size: stages of a replica, each with a part of the layers on `tensor_parallel_size` ranks. The
             number of processes must be a multiple of a replica's ranks.
-        gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache. If it is left out, a
-            sleeping engine's KV cache gets what the ledger finds free during ROLLOUT, up to what `max_num_seqs`
-            sequences of `max_model_len` fill; an engine that does not sleep gets 0.3, TRL's default.
+        gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache. If it is left out, the
+            KV cache of an engine with sleep mode gets the memory that is free during rollouts, up to what
+            `max_num_seqs` sequences of `max_model_len` fill; an engine that does not sleep gets 0.3, TRL's default.
         kv_cache_memory_bytes: size of the KV cache in bytes, instead of the share. On a CPU the default is what
             `max_num_seqs` sequences of `max_model_len` need, at most 4 GiB.
         max_model_len: longest prompt plus completion in tokens; the model's own by default.
         max_num_seqs: sequences decoded at once, for each pipeline stage.
         max_num_batched_tokens: tokens per engine step while prompts are read; at least `max_num_seqs` are taken.
         enforce_eager: no CUDA graphs and no compilation: starts faster, decodes slower. Always on for a CPU.
-        enable_sleep_mode: free weights and KV cache during TRAIN, once per rollout phase.
+        enable_sleep_mode: free weights and KV cache while the trainer trains, after each rollout phase.
         model_impl: "vllm", "transformers" or "auto".
         trust_remote_code: run code that came with the model.
         quantization: how the engine quantises the weights, e.g. "fp8"; every weight sync quantises anew.
@@ -88,7 +88,7 @@ class VLLMOptions:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that a replica has."""
+        """The number of ranks that one replica of the engine runs on: tensor-parallel size times pipeline stages."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property

@@ -63,9 +63,10 @@ def _server_refuses(session: Session, options: VLLMOptions) -> str | None:
 
 @hookimpl
 def trlx_register(registry: Registry) -> None:
-    """Offer the engine, the server and the weight paths; automatic selection tries those with the lowest order first.
+    """Register vLLM as an engine and as a remote server, and the ways to bring the policy's weights into it.
 
-    The order is that of their costs.
+    The ways (`alias`, `lora`, `copy`, `transfer`, `merged`) are numbered by `order`, the cheapest first. Automatic
+    selection takes the first that can serve the run; `merged` must be asked for by name.
     """
     registry.offer(
         "weights",

@@ -1,6 +1,6 @@
-"""The environment by which the ranks of an engine find each other, and a warning where they wait too long.
+"""The environment variables by which the ranks of an engine find each other, and a warning where they wait too long.
 
-vLLM's "external_launcher" executor reads this environment.
+vLLM's "external_launcher" executor reads these variables.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ An engine of 7B with CUDA graphs takes two minutes.
 
 @contextmanager
 def launcher_environment(rank: int, local_rank: int, world: int, address: str | None = None) -> Iterator[None]:
-    """Set the environment that vLLM's "external_launcher" executor reads, while the engine is built.
+    """Set, inside the context, the environment variables from which vLLM's "external_launcher" executor builds an
+    engine.
 
-    The executor joins the process group that accelerate made, or makes one of a single process, whose store takes a
-    free port by itself: a port that was looked for before could be taken by anybody until the engine listens there.
+    The executor joins the process group that accelerate made. For a single process it makes a group of its own, whose
+    store is given port 0 and so takes a free one: a port chosen earlier could be taken by another program meanwhile.
 
     Args:
-        address: this host's address, where the ranks of an engine over several hosts meet. vLLM would choose the
-            address of the route to the internet. Where that is another network than the job's, or there is none, the
-            ranks would wait for each other without end.
+        address: this host's address for an engine that runs on several hosts, passed on as `VLLM_HOST_IP`; None leaves
+            the choice to vLLM. It would take the address of the route to the internet. Where that route uses another
+            network than the job, or does not exist, the ranks would wait for each other without end.
     """
     wanted: dict[str, int | str] = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world}
     if "MASTER_PORT" not in os.environ or world == 1:
@@ -54,11 +55,11 @@ def address_of_this_host(gather: Callable[[Any], list[Any]]) -> str | None:
 
     None where all ranks are on that host, or no rank can resolve `MASTER_ADDR`.
 
-    A host may resolve its own name to a loopback address (`127.0.1.1` in `/etc/hosts`). It then takes the address that
-    the other ranks found for it.
+    A host may resolve its own name to a loopback address (`127.0.1.1` in `/etc/hosts`). Then the address that the other
+    ranks found for the host is returned.
 
     Args:
-        gather: returns the objects that all ranks pass to it.
+        gather: an all-gather of Python objects: takes this rank's object, and returns those of all ranks.
     """
     own, known = address_towards(os.environ.get("MASTER_ADDR", ""))
     others = [address for address in gather(known) if address is not None and not _loops(address)]
@@ -89,7 +90,7 @@ def _loops(address: str) -> bool:
 def told_when_late(ranks: int, seconds: float = LATE_SECONDS) -> Iterator[None]:
     """Log a warning if the code inside, which builds an engine of several ranks, has not ended after so many seconds.
 
-    vLLM itself waits for the other ranks without end, and without a message.
+    vLLM itself waits for the other ranks without end, and without a message. With one rank nothing is logged.
     """
     late = threading.Timer(seconds, _say_late, (ranks, seconds))
     late.daemon = True

@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 def sampling_params(sampling: Sampling, masks: bool = False) -> dict[str, Any]:
     """Return the arguments of `SamplingParams` that all requests of a run share.
 
-    Text is built only where a stop string needs it: turning every token into text as it arrives costs as much as
+    `detokenize` is on only where there are stop strings: turning every token into text as it arrives costs as much as
     decoding it.
 
     Args:
-        masks: whether vLLM returns the ids that each token was sampled from. It then needs a `top_k` and a temperature
-            in every request. So no `top_k` is passed as a `top_k` of all ids, and a temperature of 0 as a `top_k` of 1.
+        masks: whether vLLM is also to return the ids that each token was sampled from. It then needs a `top_k` and a
+            temperature above 0 in every request. So where `top_k` is off, it is set to the number of all ids
+            (`EVERY_ID`), and greedy sampling (a temperature of 0) becomes a `top_k` of 1 at temperature 1.
     """
     params: dict[str, Any] = {
         "n": 1,
@@ -64,15 +65,16 @@ NEVER = -100.0
 
 
 def without_placeholders(params: dict[str, Any], config: VllmConfig) -> dict[str, Any]:
-    """Return the parameters with a bias against tokens that stand for images, for a model that sees images.
+    """Return the parameters with a logit bias of -100 against the tokens that stand for images and videos.
 
-    The model then hardly ever samples such a token. A completion with one could not be scored: it would have more of
-    them than the images have features for. TRL suppresses them, too, where it samples itself. Biases that the
-    parameters give themselves are kept.
+    The model then hardly ever samples a placeholder token. A completion with one could not be scored: there would be
+    more placeholders than features of images. TRL suppresses these tokens, too, where it samples itself. A bias that
+    `params` has already is kept.
 
     Args:
         params: arguments of `SamplingParams`.
-        config: the engine's `VllmConfig`. With speculative decoding vLLM takes no bias.
+        config: the engine's `VllmConfig`. For a text-only model, or with speculative decoding, for which vLLM takes no
+            bias, `params` is returned unchanged.
     """
     if not config.model_config.is_multimodal_model or config.speculative_config is not None:
         return params
@@ -85,7 +87,7 @@ def without_placeholders(params: dict[str, Any], config: VllmConfig) -> dict[str
 def forbidden(params: Mapping[str, Any]) -> list[int]:
     """Return the ids that a logit bias in these arguments of `SamplingParams` forbids.
 
-    vLLM does not report them as left out, because their logits stay finite.
+    vLLM counts these ids among those that a token was sampled from, because their logits stay finite.
     """
     return [int(token) for token, bias in (params.get("logit_bias") or {}).items() if bias <= NEVER]
 
@@ -107,10 +109,10 @@ def prompt_of(request: Request) -> dict[str, Any]:
 
 
 def refuse_another_prompt(request: Request, theirs: Sequence[int] | None) -> None:
-    """Check that vLLM's tokens of a prompt with images are those that the trainer scores.
+    """Check that vLLM's tokens of a prompt with images are those that the trainer scores; ignore text-only prompts.
 
     Args:
-        theirs: vLLM's tokens.
+        theirs: the token ids of the prompt after vLLM has processed its images.
 
     Raises:
         EngineError: the tokens differ.

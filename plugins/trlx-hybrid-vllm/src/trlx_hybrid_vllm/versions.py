@@ -1,4 +1,4 @@
-"""The installed vLLM, read from metadata, and the releases of it that this plugin serves. vLLM is not imported."""
+"""The version of the installed vLLM, read from package metadata without importing vLLM, and the versions supported."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def unavailable() -> str | None:
 
 
 def untested() -> str | None:
-    """Return a notice, for the run's header, that vLLM is newer than the tested releases, or None if it is not."""
+    """Return a warning for the log that the installed vLLM is newer than the tested releases, or None if it is not."""
     found = installed_vllm()
     if found is None or series(found[1]) <= TESTED[-1]:
         return None

@@ -22,7 +22,7 @@ CLOSE_SECONDS = 5.0  # for the server to end an episode
 
 
 class ServerError(HybridError):
-    """Raised where an environment's server is unreachable, went away, or refused a request."""
+    """Raised where an environment's server cannot be reached, closed the connection, or answered with an error."""
 
 
 def require_websockets(user: str) -> None:
@@ -41,7 +41,8 @@ def require_websockets(user: str) -> None:
 
 
 def on_this_machine(url: str) -> bool:
-    """Return whether a URL's host is the loopback interface, for which no proxy may be used."""
+    """Return whether a URL's host is this machine ("localhost" or a loopback address), for which no proxy may be
+    used."""
     return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
 
 
@@ -86,14 +87,14 @@ class Connection:
         return cls(socket, server)
 
     async def ask(self, kind: str, data: Mapping[str, object]) -> dict[str, Any]:
-        """Send one request and wait for its answer; the caller sets the deadline.
+        """Send one request and wait for the answer, without a time limit: the caller cancels it at its deadline.
 
         Args:
             kind: the request's type, "reset" or "step".
-            data: its content, as JSON can hold it.
+            data: the request's content, values that JSON can hold.
 
         Returns:
-            The answer's data.
+            The field "data" of the answer.
 
         Raises:
             ServerError: the server answered with an error or is gone, or `data` cannot be written as JSON.

@@ -55,8 +55,8 @@ def from_openenv(
         connect_seconds: how long to wait for the server, here and at each episode.
 
     Raises:
-        ConfigError: the server does not answer, its actions or observations are not as described, or `websockets` is
-            not installed.
+        ConfigError: the server does not answer, its actions or observations do not have the fields described above, or
+            `websockets` is not installed.
     """
     if not isinstance(server, str):
         if action is None or observation is None:
@@ -76,11 +76,15 @@ def from_openenv(
 def _episodes(
     connect: Connect, action: str | Action, observation: str | Shown, columns: Sequence[str]
 ) -> Callable[[], OpenEnvEpisode]:
-    """Return a factory of environments, given the action and the observation as functions or as names of fields.
+    """Return a function that makes an environment for one episode.
 
     Args:
         connect: makes a client of the server, once per episode.
-        action, observation, columns: as in `from_openenv`.
+        action: turns a completion's text into an action for the server; or names the only field of an action, which
+            takes the text.
+        observation: turns the server's observation into what the model is shown, a text or chat messages; or names the
+            field of the observation that holds the text.
+        columns: names of the dataset's columns that are passed to the server's `reset`.
     """
 
     def acted(completion: str) -> object:
@@ -113,8 +117,8 @@ class OpenEnvEpisode:
         self._peer: Any = None
 
     async def reset(self, row: Mapping[str, Any]) -> str | list[Message] | None:
-        """Connect to the server and begin the episode; return what the model is shown first, or None if that is
-        nothing.
+        """Connect to the server and begin the episode. Return what the model is shown in addition to the row's prompt,
+        or None if that is nothing.
 
         Args:
             row: the row of the dataset.
@@ -186,8 +190,9 @@ def action_field(schema: Schema, given: str | None, server: str) -> str:
         server: the server's address, for messages.
 
     Raises:
-        ConfigError: there is no such field, or the action needs others as well; or actions are calls of MCP tools, and
-            a completion is not the name of a tool.
+        ConfigError: the actions have no field `given`; none is named, and not exactly one text field is required; the
+            action requires other fields as well; or the actions are calls of MCP tools, so that the field would take
+            the name of a tool.
     """
     fields = [name for name in schema.get("properties") or {} if name != "metadata"]
     required = [name for name in schema.get("required") or [] if name != "metadata"]
@@ -269,7 +274,7 @@ def addresses(server: str) -> tuple[str, str]:
 
 
 def fetched(http: str, seconds: float) -> dict[str, Any]:
-    """Return the schemas of the server's actions and observations; waits for a server that is still starting.
+    """Fetch the schemas of the server's actions and observations; wait for a server that is still starting.
 
     Args:
         http: the server's address.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 Task = dict[str, Any]
-"""A task of reasoning-gym: its question, its answer and more, by name."""
+"""A task as reasoning-gym makes it: a dict with "question", "answer" and more."""
 
 WRONG = "That is not right. Try again."
 
@@ -43,11 +43,11 @@ def from_reasoning_gym(
         name: reasoning-gym's name of the tasks.
         size: number of tasks.
         seed: seed that the tasks are drawn with.
-        attempts: answers per episode at most.
+        attempts: the largest number of answers in one episode.
         feedback: the text that the model is shown after a wrong answer.
         answer: extracts the answer from a completion. By default it is the text in `<answer>` tags, else the text after
             `</think>`, else the whole completion, stripped of surrounding whitespace.
-        config: settings of these tasks.
+        config: reasoning-gym's settings for tasks of this name, such as `min_digits`.
 
     Raises:
         ConfigError: reasoning-gym is not installed, or does not know these tasks or settings.
@@ -74,7 +74,7 @@ class ReasoningGym:
 
     Attributes:
         tasks: reasoning-gym's tasks. They are made only once, because some kinds come out differently when made again.
-        score: returns reasoning-gym's score of an answer, given the answer and the task.
+        score: returns reasoning-gym's score of an answer, from 0 to 1, given the answer and the task.
         attempts: how many answers an episode may have.
         feedback: the text that the model is shown after a wrong answer.
         answer: extracts the answer from a completion.
@@ -93,7 +93,7 @@ class ReasoningGym:
         self.__name__ = "ReasoningGym"  # name of its environments in messages
 
     def __call__(self) -> Attempts:
-        """Return a fresh environment."""
+        """Return a fresh environment for one episode."""
         return Attempts(self)
 
     def dataset(self) -> Dataset:
@@ -111,7 +111,10 @@ class ReasoningGym:
 class Attempts:
     """An environment for one task, which ends when the task is solved or the attempts are used up.
 
-    Scoring may take CPU time, so `step` runs in threads.
+    Its methods are plain functions, which run in threads, because scoring an answer may take CPU time.
+
+    Args:
+        gym: has the tasks, the score and the number of attempts.
     """
 
     def __init__(self, gym: ReasoningGym) -> None:

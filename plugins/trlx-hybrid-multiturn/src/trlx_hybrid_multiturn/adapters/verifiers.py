@@ -1,4 +1,4 @@
-"""Environments of verifiers, played by a separate process that has verifiers' own packages."""
+"""Environments of the library verifiers, which run in a separate process with verifiers' own packages."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def from_verifiers(
         )
 
     verifiers and vLLM ask for different versions of the same packages, so verifiers runs in a process of its own, with
-    the interpreter of a Python environment in which it is installed. The reward is the task's, scored when the episode
-    ends: an episode that reaches `max_completion_length` or the limit of turns here has none. Set `max_turns` in `env`
-    instead, which ends the episode in verifiers.
+    the interpreter of a Python environment in which it is installed. The reward is the task's, scored when verifiers
+    ends the episode: an episode that reaches `max_completion_length`, or the `max_turns` of `episodes` or of
+    `rollout_options`, has none. Set `max_turns` in `env` instead.
 
     Only conversations can be played. A trajectory ends with an error if the environment offers its agent tools, shows
     it images, shortens the conversation, or lets two agents speak with the trained model.
@@ -69,7 +69,7 @@ def from_verifiers(
 class Verifiers:
     """A factory of environments for one taskset; pass it to `episodes`.
 
-    Its process ends when this object is deleted or the trainer ends.
+    The process that runs verifiers ends when this object is deleted, or with the trainer.
     """
 
     def __init__(self, taskset: str, process: _Process) -> None:
@@ -77,7 +77,7 @@ class Verifiers:
         self.__name__ = "Verifiers"  # name of its environments in messages
 
     def __call__(self) -> VerifiersEpisode:
-        """Return a fresh environment; it connects at `reset`."""
+        """Return a fresh environment for one episode. It connects to verifiers' process at `reset`."""
         return VerifiersEpisode(self._process.address)
 
     def rows(self, size: int | None = None) -> list[dict[str, Any]]:
@@ -85,7 +85,7 @@ class Verifiers:
         text).
 
         Args:
-            size: how many tasks, the first ones; None returns all.
+            size: how many tasks are returned, the first ones; None returns all.
 
         Raises:
             ConfigError: the taskset fails, or it is endless and no size is given.
@@ -104,18 +104,26 @@ class Verifiers:
         return [{"prompt": row["prompt"] or empty, "task": json.dumps(row["task"])} for row in answer["tasks"]]
 
     def dataset(self, size: int | None = None) -> Dataset:
-        """Return what `rows` returns as a `datasets.Dataset`."""
+        """Return tasks as a `datasets.Dataset` with the columns `prompt` (chat messages) and `task` (the task as JSON
+        text).
+
+        Args:
+            size: how many tasks are returned, the first ones; None returns all.
+
+        Raises:
+            ConfigError: the taskset fails, or it is endless and no size is given.
+        """
         from datasets import Dataset
 
         return Dataset.from_list(self.rows(size))
 
     def close(self) -> None:
-        """End the process. Safe to call twice."""
+        """End verifiers' process. Safe to call twice."""
         self._process.stop()
 
 
 class VerifiersEpisode:
-    """An environment for one episode, which runs until verifiers ends it.
+    """An environment for one episode, which verifiers' process plays; verifiers decides when it ends.
 
     Args:
         address: host, port and secret path of the server in verifiers' process.
@@ -145,23 +153,23 @@ class VerifiersEpisode:
         return Step(observation=told["messages"])
 
     async def close(self) -> None:
-        """Close the connection; the process gives up an episode that is not over."""
+        """Close the connection. If the episode is not over, verifiers' process gives it up."""
         if self._connection is not None:
             await self._connection.close()
 
 
 def remainder(prompt: list[Message], asked: list[Message]) -> str | list[Message] | None:
-    """Return what must be added to a row's prompt to make it the conversation that verifiers asks the model.
+    """Return what must be added to a row's prompt to get the messages with which verifiers calls the model first.
 
     Args:
         prompt: messages of the row's prompt.
-        asked: messages of verifiers' first request.
+        asked: messages of verifiers' first call of the model.
 
     Returns:
         Text to append to the prompt's last message, messages that follow the prompt, or None if nothing is added.
 
     Raises:
-        ServerError: the conversation does not begin with the prompt.
+        ServerError: the messages do not begin with the prompt.
     """
     last = len(prompt) - 1
     if asked[:last] == prompt[:last] and len(asked) > last and asked[last]["role"] == prompt[last]["role"]:
@@ -180,8 +188,10 @@ class _Process:
     """A process that runs verifiers. It ends with the trainer's process, because its standard input closes then.
 
     Args:
-        taskset, python, env: as in `from_verifiers`.
-        seconds: how long its start may take.
+        taskset: verifiers' id of an installed taskset, or the name of a module in the current directory.
+        python: the interpreter of the Python environment with verifiers.
+        env: settings of verifiers' environment, as in its `[env]` block.
+        seconds: how long the start of the process may take.
 
     Attributes:
         address: host, port and secret path of the process's server.

@@ -1,4 +1,4 @@
-"""Asynchronous tools on an event loop in another thread."""
+"""The execution of asynchronous tools on an asyncio event loop, which runs in another thread than the trainer."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ def gathered(
     Args:
         coroutines: names of tools, and the coroutines of their calls.
         timeout: seconds that each may take, from its start.
-        shown: converts a result into what the model is shown; called on the loop.
-        done: called at the end with one outcome, whose value is the list of the coroutines' outcomes, in order.
+        shown: converts a tool's result into the value of its outcome, such as what the model is shown; called on the
+            loop.
+        done: called when all coroutines are over, with an outcome whose value is the list of their outcomes, in order.
         loop: the event loop, which runs in another thread.
-        slots: the loop's semaphore; each coroutine holds a slot while it runs, and starts when there is one.
+        slots: a semaphore that limits how many coroutines run on the loop at once; each holds it while it runs.
 
     Returns:
         A function that cancels the coroutines; it takes a reason, which is not used.
@@ -106,9 +107,13 @@ async def _one(
 
 
 async def _ended(coroutine: ToolCoroutine) -> tuple[object, BaseException | None]:
-    """Await a coroutine, and return its result and the exception that it raised; one of the two is None.
+    """Await a coroutine, and return its result and the exception that it raised, None if it raised none.
 
-    A task that raised SystemExit or KeyboardInterrupt would end the event loop, with all tools on it.
+    SystemExit and KeyboardInterrupt are returned, too: a task that raised them would end the event loop, with all tools
+    on it.
+
+    Raises:
+        CancelledError: the coroutine was cancelled.
     """
     try:
         return await coroutine, None

@@ -1,4 +1,5 @@
-"""Tools in processes: they may use the CPU, crash and hang, and can be killed. Arguments and results are copied."""
+"""The pool that runs tools in processes, where they may use the CPU, crash or hang, and can be killed. Arguments and
+results are copied."""
 
 from __future__ import annotations
 
@@ -39,16 +40,17 @@ ANSWER_PIXELS = 1 << 26  # of all images together: 256 MiB in RGBA, from a PNG t
 class ProcessWorkers(ToolWorkers):
     """A pool that runs tools in processes. They start when first needed and are reused; a thread serves each of them.
 
-    The outcome's value is what the model is shown. A call whose deadline passes is lost and its process killed, with
-    all that it started; the deadline leaves out the start of a process and the imports of the tool's module. A crash
-    loses one call. A process shares no state with the trainer: it imports what the tool needs, by the trainer's
-    `sys.path`, but never the trainer's script. Functions of the script are sent by value, with the globals that they
-    use, as they are at the first call. Context variables are not sent. Results are plain data, see
-    `trlx_hybrid.interprocess.plain_data`, and only of Python's own classes; so are exceptions.
+    The value of a call's outcome is what the model is shown. If a call passes its deadline, it is reported as lost, and
+    its process is killed with all that it started; the time to start the process and to import the tool's module does
+    not count. A crash loses one call. A process shares no state with the trainer: it imports what the tool needs, by
+    the trainer's `sys.path`, but never the trainer's script. Functions of the script are sent by value, with the
+    globals that they use, as they are at the first call. Context variables are not sent. Results and exceptions come
+    back as plain data (such as texts, numbers, images, and lists of them; see
+    `trlx_hybrid.interprocess.plain_data`), never as pickles.
 
     Args:
-        limit: number of processes at most.
-        characters: characters of a result that the model is shown at most.
+        limit: the largest number of processes.
+        characters: the largest number of characters of a result that the model is shown.
     """
 
     interrupts = True
@@ -62,8 +64,8 @@ class ProcessWorkers(ToolWorkers):
         self._pickling = threading.Lock()
 
     def refuses(self, function: Tool, name: str | None = None) -> str | None:
-        """Return why a function cannot run in a process (it is a method of an object, is asynchronous, or cannot be
-        pickled), or None if it can.
+        """Return a text that says why a function cannot run in a process (it is a method of an object, is asynchronous,
+        or cannot be pickled), or None if it can.
 
         Args:
             function: the function.
@@ -181,7 +183,8 @@ class ProcessWorkers(ToolWorkers):
 
 
 class RefusedError(Exception):
-    """Raised where a tool's process refused a call, or answered with something that the model cannot be shown.
+    """Raised where a tool's process refused a call (it cannot load the function or its arguments), or sent an answer
+    that is too large or is not plain data.
 
     Its message continues the sentence "tool 'name' ...".
 
@@ -200,15 +203,15 @@ class CrashError(Exception):
 
 
 class WorkerProcess:
-    """A process that calls tools, as the trainer sees it. One thread at a time may use it, except for `kill`.
+    """The trainer's handle of a process that calls tools. One thread at a time may use it, except for `kill`.
 
     Everything that its tools start, daemons included, ends with the process, and the process ends with the trainer,
-    however that ends: see `trlx_hybrid.interprocess.process_tree`. Until then, what tools started goes on running, for
-    later calls. The process has a session of its own, so that the terminal's Ctrl-C reaches only the trainer. Its
-    prints go to the trainer's stderr.
+    however the trainer ends: see `trlx_hybrid.interprocess.process_tree`. Until then, what tools started goes on
+    running, for later calls. The process has a session of its own, so that the terminal's Ctrl-C reaches only the
+    trainer. Its prints go to the trainer's stderr.
 
     Args:
-        characters: characters of a result that the model is shown at most.
+        characters: the largest number of characters of a result that the model is shown.
 
     Raises:
         OSError: the system gives no more processes.
@@ -231,18 +234,20 @@ class WorkerProcess:
 
     @property
     def usable(self) -> bool:
-        """True where the process can take a call: it lives, and its socket holds no unexpected data, as that of a
-        process that is ending may."""
+        """True where the process can take a call: it lives, and its socket holds no data that nobody asked for, as may
+        be the case when the process is ending."""
         return not self._killed and self._process.poll() is None and not self._can_be_read()
 
     def ask(self, message: bytes) -> dict[str, Any]:
-        """Send a message to the process and wait for its answer; if none comes, until the process is killed.
+        """Send a message to the process and wait for the answer; if none comes, until the process is killed.
 
         Args:
-            message: a pickled function, or the pickled arguments of a call, as `worker_process` describes.
+            message: a pickled function to load, or the pickled keyword arguments with which to call the function that
+                was loaded last.
 
         Returns:
-            The answer's `kind` and `content`, as `worker_process` describes them.
+            The answer: "kind" is "loaded", "value", "unshowable" or "error"; "content" is None, what the model is
+            shown, the reason why it cannot be shown the result, or a description of the tool's exception.
 
         Raises:
             CrashError: the process ended.
@@ -294,7 +299,7 @@ class WorkerProcess:
             self._process.wait(CRASH_SECONDS)
 
     def how_it_ended(self) -> str | None:
-        """Return how the process ended, as the continuation of the sentence "tool 'name' ..."; None while it runs."""
+        """Return how the process ended, in words that follow "tool 'name'"; None while it runs."""
         code = self._process.poll()
         if code is None or code >= 0:
             return None if code is None else f"ended its process: exit code {code}."
@@ -312,13 +317,14 @@ class WorkerProcess:
 
 
 def _answer_in(body: bytes) -> dict[str, Any]:
-    """Check that the bytes sent by a tool's process are a harmless answer, and return it.
+    """Parse the answer of a tool's process, after checking that it is harmless.
 
     Args:
-        body: JSON of plain data, which the tool may have forged.
+        body: the bytes of the answer, JSON of plain data, which the tool may have forged.
 
     Returns:
-        A dict with "kind" and "content", as `worker_process` describes them.
+        A dict: "kind", which is "loaded", "value", "unshowable", "refused" or "error", and "content", whose type
+            depends on the kind.
 
     Raises:
         NotPlainError: a value is not plain data.
@@ -337,10 +343,10 @@ def _answer_in(body: bytes) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def by_value_if_needed(function: Tool) -> Iterator[None]:
-    """A context in which cloudpickle sends the module of a function by value, if a new process could not import that
-    module, as with a test's module.
+    """Return a context in which cloudpickle pickles a function by value, not by its name, if a new process could not
+    import the function's module, as may be so for the module of a test.
 
-    By itself cloudpickle does so only for `__main__`.
+    By itself, cloudpickle pickles only functions of `__main__` by value.
 
     Args:
         function: the function that is going to be pickled.

@@ -73,15 +73,16 @@ class ToolUsage:
 
 
 class ToolRunner:
-    """Runs the tools of one trainer. Its threads and processes are kept from batch to batch.
+    """Runs the tools and the environments' methods of one trainer. Its threads and processes are kept from batch to
+    batch.
 
     Args:
         options: the options of the rollout.
 
     Attributes:
-        usage: counters of the calls by the tool's name, since they were last cleared.
-        environment_methods: names in `usage` that are methods of environments, which cannot run in a process. The value
-            is the name by which the option `tool_modes` selects where the method runs.
+        usage: counters of the calls by the tool's name, since the dict was last cleared.
+        environment_methods: for each name in `usage` that is a method of an environment, which cannot run in a process:
+            the name in the option `tool_modes` that selects where the method runs.
     """
 
     def __init__(self, options: MultiTurnOptions) -> None:
@@ -99,7 +100,7 @@ class ToolRunner:
         self._moved: set[str] = set()  # names moved to the trainer's thread, as they cannot work in another
 
     def mode(self, name: str) -> Mode:
-        """Return where a synchronous tool runs: "thread", "process" or "main" (the trainer's thread).
+        """Return where a synchronous tool runs: "thread" (of this process), "process" or "main" (the trainer's thread).
 
         Args:
             name: the tool's name.
@@ -177,15 +178,16 @@ class ToolRunner:
         early: Callable[[object], None] | None = None,
         owner: object = None,
     ) -> Outcome:
-        """Make one synchronous call; the outcome's value is what the model is to be shown.
+        """Make one call of a synchronous tool, and return its outcome, whose value is what the model is to be shown.
 
         Args:
             name: name of the tool.
             tool: the synchronous function.
             arguments: its keyword arguments.
-            early: called with the value in the tool's own thread, while the engine steps; not for a process.
-            owner: the environment whose method the tool is, or None. While a call of one of its methods hangs, no
-                other is made, and the outcome is an error.
+            early: called with the outcome's value in the tool's own thread, before the call is over; not called for a
+                tool that runs in a process.
+            owner: the environment whose method the tool is, or None. While a call of a method of this environment
+                hangs, the tool is not called, and the outcome is an error.
         """
         if owner is not None:
             self.environment_methods[name] = name
@@ -211,16 +213,17 @@ class ToolRunner:
         return outcome
 
     async def _in_a_thread(self, name: str, function: Callable[[], object], kind: str, owner: object = None) -> Outcome:
-        """Make one call in a thread of the pool, or in the trainer's own thread if `kind` runs there.
+        """Make one call in a thread of the pool, or in the trainer's own thread if the options say "main" for `kind`.
 
-        A function that raises that it belongs to another thread is called again in the trainer's thread, where TRL runs
-        every tool. From then on all calls of its kind run there.
+        If the function raises an error which says that it cannot work in this thread (such as sqlite3's), it is called
+        again in the trainer's thread, where TRL runs every tool. From then on all calls with this `kind` run there.
 
         Args:
             name: name of the tool or method, for messages.
             function: makes the call; takes no arguments.
-            kind: the name in `tool_modes`: the tool's name, or that of the environment's class or factory.
-            owner: the environment whose method it is; no other method of it is called while this call hangs.
+            kind: the name to look up in `tool_modes`: the tool's name, or that of the environment's class or factory.
+            owner: the environment whose method is called, or None. While this call hangs, `call` calls no method of
+                it.
 
         Raises:
             ConfigError: the function cannot work in the trainer's thread either.
@@ -264,10 +267,10 @@ class ToolRunner:
         loop: asyncio.AbstractEventLoop | None,
         shown: Callable[[object], object] | None = None,
     ) -> list[Outcome]:
-        """Make asynchronous calls at once, and return their outcomes in order when all are over.
+        """Make several calls of asynchronous tools at once, and return their outcomes in order when all are over.
 
         Args:
-            coroutines: names of tools, and the coroutines of their calls.
+            coroutines: (name of the tool, coroutine of the call) for each call.
             loop: the event loop to run them on; None for a loop of this runner.
             shown: converts each result into the outcome's value; by default into what the model is shown.
         """
@@ -302,13 +305,15 @@ class ToolRunner:
         arguments: tuple[object, ...],
         loop: asyncio.AbstractEventLoop | None,
     ) -> Outcome:
-        """Make one call of an environment's method; the outcome's value is the method's result, unchanged.
+        """Make one call of an environment's method, and return its outcome, whose value is the method's result,
+        unchanged.
 
         A coroutine function runs on the event loop. Any other function runs in a thread, or in the trainer's thread if
-        `kind` does. "process" does not apply, because an environment keeps its state in this process.
+        the options say "main" for `kind`. "process" counts as "thread", because an environment keeps its
+        state in this process.
 
         Args:
-            kind: name of environments like this one, in messages and `tool_modes`.
+            kind: name of the environment's class or factory, for messages and `tool_modes`.
             name: name of the method.
             method: the method.
             arguments: its positional arguments.
@@ -340,14 +345,15 @@ class ToolRunner:
 
 
 def call_here(function: Callable[[], object], done: Callable[[Outcome], None]) -> Callable[[str], None]:
-    """Call a function in the trainer's thread. SystemExit and KeyboardInterrupt are raised, for they are the user's.
+    """Call a function in the trainer's thread, and pass on the outcome. SystemExit and KeyboardInterrupt are raised: in
+    this thread they may come from the user.
 
     Args:
         function: makes the call; takes no arguments.
         done: called with the outcome, before this returns.
 
     Returns:
-        A function that does nothing: what `CallTool` calls to abandon a call, and this one is over.
+        A function that does nothing. `CallTool` needs a function that abandons the call, and this call is over.
     """
     done(performed(function, Exception))
     return lambda reason: None

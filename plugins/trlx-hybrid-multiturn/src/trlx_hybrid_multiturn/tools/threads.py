@@ -1,4 +1,5 @@
-"""Pools that run tools, and the pool of threads: it takes any function, but cannot kill one that hangs."""
+"""The base class of pools that run tools, and the pool of threads, which takes any function but cannot kill one that
+hangs."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ CLOSE_SECONDS = 5.0  # that `close` waits for threads that have nothing left to 
 
 
 class ToolsUnavailableError(HybridError):
-    """Raised where tools cannot run: too many hang, the pool is closed, or a function cannot leave its process."""
+    """Raised where tools cannot run: too many hang, the pool is closed, or a function cannot be sent to a process."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,10 +37,10 @@ class ToolCall:
         deadline: seconds the call may take from its start; `math.inf` for no limit.
         name: name of the tool in messages.
         context: copy of the submitter's context variables, as `asyncio.to_thread` makes it.
-        taken: `time.monotonic()` when its time began; None while it waits.
-        expires: `time.monotonic()` at its deadline; `math.inf` while it has none.
-        late: what to say if it passes the deadline, in words that follow "tool 'name'".
-        by_tool: whether the tool itself would be the cause of passing it.
+        taken: `time.monotonic()` when the call's time began; None while the call waits for a thread.
+        expires: `time.monotonic()` at the call's deadline; `math.inf` while it has none.
+        late: the message if the call passes its deadline, in words that follow "tool 'name'".
+        by_tool: whether the tool itself would be to blame if the call passes its deadline.
         settled: whether the outcome is known and was reported.
     """
 
@@ -57,7 +58,7 @@ class ToolCall:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def seconds(self) -> float:
-        """Return the wall time since the call began, in seconds; 0 while it waits."""
+        """Return the wall time since the call began, in seconds; 0 while the call waits for a thread."""
         return 0.0 if self.taken is None else time.monotonic() - self.taken
 
     def settle(self, outcome: Outcome) -> None:
@@ -69,7 +70,7 @@ class ToolCall:
         self.done(outcome)
 
     def lose(self, reason: str, *, by_tool: bool = False) -> None:
-        """Settle the call as lost, which means that it will never answer.
+        """Report the call as lost, which means that its result will never come.
 
         Args:
             reason: words that follow "tool 'name'" in the message.
@@ -153,11 +154,11 @@ class ToolWorkers:
         """Stop waiting for a call, and report it as lost. A call that is over is not affected.
 
         A call that has not begun never begins. A running call keeps its thread until it ends or passes its deadline,
-        unless the pool can interrupt it.
+        unless the pool can end running calls (`interrupts`).
 
         Args:
             call: the call.
-            reason: the continuation of the sentence "tool 'name' ...", for the message.
+            reason: words that follow "tool 'name'" in the message.
         """
         with self._lock, suppress(ValueError):
             self._queue.remove(call)
@@ -166,7 +167,7 @@ class ToolWorkers:
             self._interrupt(call)
 
     def close(self) -> None:
-        """End all idle threads, and settle waiting and running calls as lost. Safe to call twice.
+        """End all idle threads, and report waiting and running calls as lost. Safe to call twice.
 
         Waits for the threads for at most `CLOSE_SECONDS`.
         """
@@ -192,7 +193,7 @@ class ToolWorkers:
         raise NotImplementedError
 
     def refuses(self, function: Tool, name: str) -> str | None:
-        """Return why the pool cannot call this function, and what to do; None if it can. May be slow.
+        """Return a text that says why the pool cannot call a function, and what to do; None if it can. May be slow.
 
         Args:
             function: the function.
@@ -204,10 +205,11 @@ class ToolWorkers:
         """Make a running call end soon, where that is possible. The caller holds the lock."""
 
     def _give_up(self, late: list[ToolCall]) -> list[tuple[ToolCall, str]]:
-        """Give up calls that passed their deadlines. The caller holds the lock.
+        """Give up running calls that passed their deadlines. The caller holds the lock.
 
         Returns:
-            The calls to settle as lost, which may be more, each with a reason that follows "tool 'name'".
+            The calls to report as lost, each with a reason, words that follow "tool 'name'". Calls that have not begun
+            may be among them.
         """
         raise NotImplementedError
 
@@ -217,8 +219,8 @@ class ToolWorkers:
         Args:
             call: the call.
             seconds: time until the deadline.
-            late: what to say if the call passes it, in words that follow "tool 'name'".
-            by_tool: whether the tool itself would be the cause.
+            late: the message if the call passes its deadline, in words that follow "tool 'name'".
+            by_tool: whether the tool itself would be to blame if the call passes its deadline.
         """
         call.taken = time.monotonic()
         call.expires, call.late, call.by_tool = call.taken + seconds, late, by_tool
@@ -276,8 +278,8 @@ class ToolWorkers:
             pass
 
     def _watch_once(self) -> bool:
-        """Wait for the next deadline, or report the calls that have passed theirs as lost. Return False if the pool is
-        closed."""
+        """Report the calls that have passed their deadlines as lost; if there are none, wait for the next deadline.
+        Return False if the pool is closed."""
         with self._lock:
             if self._closed:
                 return False
@@ -322,13 +324,14 @@ def taking_this_device() -> Callable[[], None]:
 class ThreadWorkers(ToolWorkers):
     """A pool that runs tools in daemon threads.
 
-    A call whose deadline passes is settled as lost at once. Its thread hangs until the tool returns: the thread is
+    A call whose deadline passes is reported as lost at once. Its thread hangs until the tool returns: the thread is
     counted, a new one takes its place in the pool, and the late result is dropped. All threads compute on the GPU that
     was the current one where the pool was made.
 
     Args:
-        limit: calls that run at once.
-        lost_limit: threads that may hang at once. With more, waiting calls are settled as lost and `submit` raises.
+        limit: the largest number of calls that run at once.
+        lost_limit: how many threads may hang at once. If more hang, waiting calls are reported as lost, and `submit`
+            raises.
     """
 
     def __init__(self, limit: int, lost_limit: int) -> None:
@@ -345,8 +348,13 @@ class ThreadWorkers(ToolWorkers):
         return call in self._hung
 
     def refuses(self, function: Tool, name: str) -> str | None:
-        """Return why no function is called at the moment, because more than `lost_limit` threads hang; None if they do
-        not."""
+        """Return a text that says that no tool is called while more than `lost_limit` threads hang; None if no more
+        hang. All functions are treated alike.
+
+        Args:
+            function: not used.
+            name: name of the tool, with which the text begins.
+        """
         return f"{name!r} is not called: {self._too_many()}" if len(self._hung) > self._lost_limit else None
 
     def _perform(self, call: ToolCall) -> Outcome:

@@ -6,7 +6,8 @@ never loads a pickle from a process that runs code which a model wrote:
 
     to the process:   for each call the pickled function, and once that is loaded the pickled arguments
     from the process: {"kind": …, "content": …} with the number of the message that it answers; kinds are "loaded",
-                      "refused" (a text), "value" (what the model is shown), "unshowable" (a text) and "error" (see
+                      "refused" (why the function or its arguments cannot be loaded), "value" (what the model is
+                      shown), "unshowable" (why it cannot be shown the result) and "error" (the tool's exception, see
                       `trlx_hybrid.interprocess.remote_errors`)
 
 A process that a tool forks sends no answers: it ends where it returns from the tool. All processes that a tool starts
@@ -56,7 +57,7 @@ def receive(channel: socket.socket, limit: float = math.inf) -> tuple[int, bytes
 
     Args:
         channel: the socket.
-        limit: bytes that the message may have.
+        limit: the largest number of bytes of the message's body.
 
     Returns:
         The message's number, and its body.
@@ -88,7 +89,7 @@ def main(descriptor: int, parent: int, characters: int, path: list[str]) -> None
     Args:
         descriptor: file descriptor of this side's end of the socket.
         parent: process id of the trainer.
-        characters: characters of a result that the model is shown at most.
+        characters: the largest number of characters of a result that the model is shown.
         path: the trainer's `sys.path`.
     """
     sys.path[:] = path
@@ -110,7 +111,7 @@ class Worker:
 
     Args:
         channel: the socket to the trainer.
-        characters: how many characters of a result the model is shown at most.
+        characters: the largest number of characters of a result that the model is shown.
     """
 
     def __init__(self, channel: socket.socket, characters: int) -> None:
@@ -133,7 +134,8 @@ class Worker:
             self._answer(number, *self._called(function, message))
 
     def _called(self, function: Callable[..., Any], message: bytes) -> tuple[str, Any]:
-        """Call a tool's function, and return the kind and the content of the answer to the trainer (see the module).
+        """Call a tool's function, and return the answer to the trainer: its kind ("value", "unshowable", "error" or
+        "refused") and its content (what the model is shown, a text, a description of the exception, or a text).
 
         Args:
             function: the function.
@@ -175,9 +177,12 @@ class Worker:
         send(self._channel, number, body)
 
     def _leave_if_forked(self, error: BaseException | None = None) -> None:
-        """End this process if the tool forked it, so that it sends no answers of its own.
+        """End this process if a tool has forked it from the process that serves calls, so that it sends no answers.
 
-        It ends as a script would: with exit code 0, or by the tool's `error` if the tool raised one.
+        It ends as a script would: with exit code 0, or by `error`.
+
+        Args:
+            error: the exception that the tool raised in this process, or None.
         """
         if os.getpid() != self._process:
             raise SystemExit if error is None else error

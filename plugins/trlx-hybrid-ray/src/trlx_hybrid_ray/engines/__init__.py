@@ -1,2 +1,2 @@
-"""The remote engine (`engine="remote"`): rollout engines in Ray actors, which a trainer samples from as if there were
-one."""
+"""The remote engine (`engine="remote"`): rollout engines in Ray actors, from which a trainer samples as if they were
+one engine."""

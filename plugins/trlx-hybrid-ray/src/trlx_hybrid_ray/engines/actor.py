@@ -1,5 +1,5 @@
-"""The Ray actor that holds one server of the remote engine. Requests and completions travel in batches, because a call
-of Ray costs more than a token."""
+"""The Ray actor that holds one server of the remote engine: one replica of an inference engine, such as vLLM. Requests
+and completions travel in batches, because a call of Ray costs more than a token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..actors import Pickled, reply_of, see_own_gpus, whereabouts
 GRACE = 1.0  # seconds in which an engine's processes may end by themselves
 CLOSE_SECONDS = 1.0
 """Seconds that a server may take to close before its processes are killed. On a GPU the teardown of vLLM's core waits
-in NCCL for the trainer, the other end of a weight path's communicator."""
+in NCCL for the trainer, with which it shares the communicator that brings weights."""
 
 
 Output = tuple[int, Completion | EngineError]
@@ -31,18 +31,19 @@ where the engine died."""
 
 @dataclass(slots=True)
 class _Stream:
-    """The requests of one rank's stream in this actor: their running tasks by key, and the outputs that wait to be
-    collected."""
+    """The requests that one stream of a rank has sent to this actor: their running tasks by the request's key, and the
+    completions and errors that wait for `EngineActor.collect`."""
 
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     outputs: asyncio.Queue[Output] = field(default_factory=asyncio.Queue)
 
 
 class EngineActor:
-    """A Ray actor that samples on one server for all ranks. All methods are coroutines on one event loop, the server's.
+    """A Ray actor that holds one server (one replica of an inference engine, such as vLLM), and samples on it for all
+    training ranks. All methods are coroutines on one event loop, on which the server's coroutines run as well.
 
     Args:
-        plan: the pickled `ServerPlan`, from which `ready` builds the server.
+        plan: the pickled `ServerPlan`: the settings and the model from which `ready` builds the server.
     """
 
     def __init__(self, plan: Pickled) -> None:
@@ -54,8 +55,14 @@ class EngineActor:
         self._streams: defaultdict[str, _Stream] = defaultdict(_Stream)
 
     async def ready(self) -> tuple[bytes, str]:
-        """Build and start the server. Returns a reply of `reply_of` that says whether it started, and the actor's node
-        and process as text."""
+        """Build and start the server.
+
+        Returns:
+            None as bytes for `result_of`, and the actor's node and process as text.
+
+        Raises:
+            EngineError: the server does not start.
+        """
         import ray
 
         plan: ServerPlan = self._plan.load()
@@ -65,7 +72,7 @@ class EngineActor:
         return reply_of(lambda: None), whereabouts()
 
     async def add(self, stream: str, requests: Sequence[tuple[int, Request]], sampling: Sampling) -> None:
-        """Start to sample completions for requests. They wait here until `collect` returns them.
+        """Start to sample completions for requests. The completions wait in this actor until `collect` returns them.
 
         Args:
             stream: the name of the caller's stream, unique among all ranks.
@@ -101,8 +108,18 @@ class EngineActor:
             task.cancel()
 
     async def call(self, method: str, arguments: Sequence[object] = ()) -> Any:
-        """Call a method of the server by its name, for a weight path, see `EngineServer.call`. Every server knows
-        "check", which tests whether it is alive."""
+        """Call a method of the server by its name, and return its result. The code that brings the policy's weights
+        into the engines does so at a weight sync.
+
+        Args:
+            method: the name of a method of the server's own, or "check", which every server has: it raises where the
+                engine is dead.
+            arguments: the method's arguments.
+
+        Raises:
+            ServerDiedError: the engine is gone.
+            EngineError: there is no such method, or the method failed.
+        """
         if method == "check":
             return await self._running.check()
         return await self._running.call(method, *arguments)
@@ -117,7 +134,7 @@ class EngineActor:
         await asyncio.to_thread(reaper.end, self._reaper.owner, os.getpid(), GRACE)
 
     async def _sample(self, stream: _Stream, key: int, request: Request, sampling: Sampling) -> None:
-        """Sample one request, and put its completion or error where `collect` finds it."""
+        """Sample one request, and queue its completion, or the error, for `collect`."""
         found: Completion | EngineError
         try:
             found = await self._running.generate(request, sampling)

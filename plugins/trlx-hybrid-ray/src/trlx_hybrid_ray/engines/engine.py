@@ -1,4 +1,5 @@
-"""The remote engine (`engine="remote"`): vLLM servers in Ray actors, sampled from as if they were one engine."""
+"""The remote engine (`engine="remote"`): servers of an inference library such as vLLM in Ray actors, from which a
+trainer samples as if they were one engine."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 
 
 def served_by(session: Session, options: RemoteOptions) -> tuple[Component, Any]:
-    """Return the `server` component that the options choose, and its options. TRL's arguments fill options that the
-    user did not set.
+    """Return the server component that the options choose, and its validated options. A server component is what a
+    plugin offers to be run in the actors, such as "vllm". TRL's arguments fill options that the user did not set.
 
     Raises:
         ComponentError: no plugin offers the component, or it cannot work here.
@@ -51,8 +52,8 @@ def served_by(session: Session, options: RemoteOptions) -> tuple[Component, Any]
 
 
 class RemoteEngine:
-    """An engine that samples on vLLM servers in Ray actors; it implements `trlx_hybrid.contract.serving.ServedEngine`.
-    Its memory is in other processes, so it neither sleeps nor wakes.
+    """An engine that samples on servers in Ray actors, each one replica of an inference engine such as vLLM; it
+    implements `trlx_hybrid.contract.serving.ServedEngine`. Its memory is in other processes, so `sleep` frees nothing.
 
     Attributes:
         pool: the actors, called engines here, that it samples on.
@@ -89,8 +90,13 @@ class RemoteEngine:
         return [completions[key] for key in keys]
 
     def stream(self, sampling: Sampling) -> AbstractContextManager[RemoteStream]:
-        """Open a stream to which requests are added one by one. Several ranks may have streams at a time, and need not
-        step together."""
+        """Return a context with a stream, to which requests are added one by one while earlier ones are sampled.
+        Leaving the context aborts unfinished requests. Several ranks may have streams at a time, and each steps its own
+        independently.
+
+        Args:
+            sampling: the sampling parameters of all requests.
+        """
         channel = f"{self._session.ranks.rank}-{secrets.token_hex(8)}"
         return RemoteStream(self.pool, self._holding(), sampling, channel, self._options.deadline, self._revived).open()
 
@@ -102,8 +108,8 @@ class RemoteEngine:
         """Start new engines after the last one died, and give them the current weights. Returns their numbers.
 
         Raises:
-            EngineError: there are several training processes, of which one cannot do it alone, or the sync failed;
-                names the engine that died and why.
+            EngineError: there are several training processes (one of them cannot sync weights alone), or the sync
+                failed; the message names the engine that died and why.
         """
         session = self._session
         last = self.pool.causes[-1] if self.pool.causes else "none was started"
@@ -124,17 +130,18 @@ class RemoteEngine:
 
     @property
     def weights_lost(self) -> bool:
-        """True where some engine does not hold the weights of the last sync: it has joined since, or no sync has
-        happened yet."""
+        """True where some engine does not hold the weights of the last sync, because it was started after that sync, or
+        because there was no sync yet."""
         return not self.pool.replicas.keys() <= self._current or not self._current
 
     def load_weights(self, weights: NamedTensors) -> LoadReport:
-        """Raise an EngineError: weights reach remote engines only through the weight path `transfer`, not through this
-        method."""
+        """Raise an EngineError: remote engines receive weights only from the weight sync that `weights="transfer"`
+        selects, which calls their servers directly."""
         raise EngineError("Weights reach remote engines through weights='transfer'. Let weights='auto' choose it.")
 
     def differing(self, weights: NamedTensors) -> list[str]:
-        """Raise an EngineError: the weight path `transfer` compares the weights of remote engines, not this method."""
+        """Raise an EngineError: the weights of remote engines are compared by the weight sync that `weights="transfer"`
+        selects, which calls their servers directly."""
         raise EngineError("What remote engines hold is compared by weights='transfer'. Let weights='auto' choose it.")
 
     def weights_written(self) -> None:
@@ -152,16 +159,23 @@ class RemoteEngine:
         return tuple(sorted(self.pool.replicas))
 
     def restore(self) -> None:
-        """Replace dead engines by new ones, as `ServedEngine.restore` describes. Collective."""
+        """Replace engines that died by new ones, so that `servers` is the same on all ranks, and has
+        `RemoteOptions.replicas` entries if possible. Collective.
+
+        Raises:
+            PlacementError, ConfigError: there is no place for the new engines.
+            EngineError: no engine lives and none can be started.
+        """
         self.pool.restore()
 
     def call(self, method: str, arguments: Sequence[Sequence[object]], deadline: float) -> list[Any]:
-        """Call a method of every engine's server, and return the results in the order of `servers`; see
-        `ServedEngine.call`. An engine's death is raised at once, because the other engines may wait for the dead one.
+        """Call a method of every engine's server at once, each with its own arguments, and return the results in the
+        order of `servers`. Rank 0 calls this at a weight sync. An engine's death is raised at once, because the other
+        engines may wait for the dead one.
 
         Args:
             method: the name of the server's method.
-            arguments: for each engine, the arguments.
+            arguments: the method's arguments for each engine, in the order of `servers`.
             deadline: seconds for all calls together.
 
         Raises:
@@ -189,11 +203,11 @@ class RemoteEngine:
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def sleep(self, keep_weights: bool = False) -> None:
-        """Do nothing: the engines have memory of their own."""
+        """Do nothing: the engines run in other processes, and their memory is not needed for training."""
 
     def wake(self, what: str) -> None:
-        """Replace dead engines where `what` is "weights", which is before a weight sync; otherwise do nothing.
-        Collective."""
+        """Replace dead engines if `what` is "weights", which the trainer wakes before a weight sync; otherwise do
+        nothing, because the memory of remote engines is never given up. Collective."""
         if what == "weights":
             self.pool.restore()
 
@@ -207,8 +221,9 @@ class RemoteEngine:
 
 
 def _gpus_of_trainers(session: Session) -> Mapping[str, Sequence[str]]:
-    """Return, by the node's id, the GPUs that ranks train on while Ray takes them to be free, because the ranks were
-    not started through Ray. Collective."""
+    """Return the GPUs on which ranks train although Ray takes them to be free, because the ranks were not started
+    through Ray. The result has the GPUs' numbers or UUIDs by the hexadecimal id of their node; it is empty if Ray knows
+    of all. Collective."""
     import ray
 
     context, device = ray.get_runtime_context(), session.policy.device

@@ -1,4 +1,4 @@
-"""Options of the remote engine. Imports no Ray."""
+"""Options of the remote engine. The module imports no Ray, so that they can be checked where Ray is not wanted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class RemoteOptions:
         gpus: the GPUs that each of an engine's processes takes; by default 1, or 0 where the server computes on CPUs.
         cpus: the CPUs that each of an engine's processes takes.
         strategy: "pack" puts engines on as few nodes as it can, "spread" on as many.
-        server: the name of the `server` component that samples in the actors, such as "vllm".
+        server: the name of the inference library that samples in the actors: a component of the kind `server`, which a
+            plugin offers, such as "vllm".
         server_options: the options of the server. For "vllm" they are the options of `engine="vllm"`. TRL's `vllm_*`
             arguments fill the fields of the same names, except sleep mode: remote engines have memory of their own.
         start_deadline: seconds for engines to start, imports included.

@@ -1,5 +1,5 @@
 """The engines of one run, each a Ray actor. Rank 0 of the training reserves GPUs, starts the engines, replaces dead
-ones and ends all.
+ones and ends all of them.
 
 The other ranks get handles of the same actors from rank 0. No actor is looked up by name.
 """
@@ -33,9 +33,9 @@ CHECK_SECONDS = 20.0
 CLOSE_SECONDS = 10.0
 
 CALLS_OF_A_RANK, CALLS_OF_ALL = 4, 1000
-"""Calls that an engine's actor serves at once: so many for each rank, and so many beside. Each rank keeps one `collect`
-call open, and makes others beside it. With Ray's limit of 1,000, calls of many ranks, and the check for dead engines,
-would have to wait for other calls to end."""
+"""The numbers of calls that an engine's actor serves at once: `CALLS_OF_A_RANK` for each training rank, and
+`CALLS_OF_ALL` in addition. Each rank keeps one `collect` call open, and makes other calls meanwhile. With Ray's limit
+of 1,000, calls of many ranks, and the check for dead engines, would have to wait for other calls to end."""
 
 
 class EnginePool:
@@ -43,14 +43,14 @@ class EnginePool:
     `RemoteOptions.restarts` of them.
 
     Args:
-        plan: what each server is built from.
+        plan: the settings and the model from which each server is built; pickled and sent to the actors.
         options: the user's options of the remote engine.
         ranks: the training processes; only rank 0 starts actors.
-        trainers: by the node's id, the GPUs that ranks train on while Ray takes them to be free.
+        trainers: the GPUs on which ranks train although Ray takes them to be free, by the node's id.
 
     Attributes:
         replicas: the living engines, by number. A replacement has the index of the engine that it replaces, and a new
-            number. On ranks other than 0, the engines of the last `restore` that this rank has not seen die.
+            number. Ranks other than 0 update it only at `restore`, and when they see an engine die.
         causes: for each engine whose death this rank knows of, a sentence that names engine and cause, in order.
     """
 
@@ -132,7 +132,7 @@ class EnginePool:
             raise EngineError(brief(error)) from error
 
     def _completed(self) -> dict[int, Worker]:
-        """Start what is missing and wait for it, and return the living engines, by number.
+        """Start the engines that are missing, wait until they have started, and return all living engines, by number.
 
         Raises:
             EngineError: no engine lives, or the engines did not start at the beginning of the run.
@@ -160,8 +160,8 @@ class EnginePool:
         return dict(sorted(self.replicas.items()))
 
     def _check(self) -> None:
-        """Ask every engine for an answer, and remove those that give none: they may have died while no rank sampled
-        from them."""
+        """Call every engine, and remove those that do not answer within `CHECK_SECONDS`: they may have died while no
+        rank sampled from them."""
         from ray.exceptions import GetTimeoutError, RayError
 
         asked = {replica: replica.handle.call.remote("check") for replica in self.replicas.values()}
@@ -173,17 +173,20 @@ class EnginePool:
 
 
 def reserved(plan: ServerPlan, options: RemoteOptions, trainers: Mapping[str, Sequence[str]]) -> list[Placement]:
-    """Reserve a bundle of resources for each engine. Returns the placements, the engines' last. The GPUs that trainers
-    use without Ray knowing are reserved first, so that Ray does not give them to engines.
+    """Reserve the resources for all engines, a bundle of Ray's for each. Before that, reserve the GPUs that trainers
+    use without Ray knowing, so that Ray does not give them to engines.
 
     Args:
-        plan: what each server is built from; it says whether servers need GPUs.
+        plan: the plan from which each server is built; it says whether servers need GPUs.
         options: the user's options of the remote engine.
-        trainers: by the node's id, the GPUs that ranks train on while Ray takes them to be free.
+        trainers: the GPUs on which ranks train although Ray takes them to be free, by the node's id.
+
+    Returns:
+        The placement of the engines as the last item, after those of the trainers' GPUs.
 
     Raises:
         ConfigError: the resources make no sense.
-        PlacementError: they are not free, or Ray gives an engine a GPU that a trainer uses.
+        PlacementError: the resources are not free, or Ray gives an engine a GPU that a trainer uses.
     """
     gpus = plan.gpus if options.gpus is None else options.gpus
     requests = [
@@ -218,8 +221,8 @@ def reserved(plan: ServerPlan, options: RemoteOptions, trainers: Mapping[str, Se
 
 
 def gpu_name(device: torch.device) -> str:
-    """Return the number (or UUID) by which the node, and Ray, know a CUDA device of this process.
-    `CUDA_VISIBLE_DEVICES` may have renumbered it."""
+    """Return the number (or UUID) that a CUDA device of this process has for the node, and so for Ray. In this process
+    `CUDA_VISIBLE_DEVICES` may have renumbered the devices."""
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     index = device.index or 0
     return visible[index] if index < len(visible) else str(index)

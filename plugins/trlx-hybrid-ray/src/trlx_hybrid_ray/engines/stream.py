@@ -22,17 +22,17 @@ WAIT = 1.0  # seconds of one wait where there is no other work
 
 
 class RemoteStream:
-    """A stream of requests over all engines that hold the current weights. Every rank has streams of its own to the
-    same engines, without coordination.
+    """A stream of requests over all engines that hold the current weights. Every rank opens its own streams to the same
+    engines, and ranks do not coordinate them.
 
-    A request carries its seed, so an engine that takes over a request of a dead one samples the same tokens, from the
-    beginning.
+    A request carries its seed. If its engine dies, another engine samples the request anew from the beginning, and gets
+    the same tokens.
 
     Args:
         pool: the engines of the run.
         servers: the numbers of the engines to use, keys of `pool.replicas`.
         sampling: the sampling parameters of all requests.
-        channel: a name that no other stream has.
+        channel: the stream's name in the engines' actors, which no other stream of any rank may have.
         deadline: seconds that an engine may work without finishing a request; then it counts as dead.
         revive: a function that is called when no engine is left. It returns the numbers of new engines that hold the
             current weights, or raises.
@@ -79,12 +79,15 @@ class RemoteStream:
             self._pool.replicas[server].handle.abort.remote(self._channel, [key])
 
     def step(self, more: bool) -> tuple[list[tuple[int, Completion]], bool]:
-        """Send queued requests, and return the requests that have finished as (key, completion). Where none has
-        finished, it first waits for a moment.
+        """Send queued requests, and return the requests that have finished as (key, completion). If none has finished,
+        it waits for up to `TICK` (0.01 s) first.
 
         Args:
-            more: whether the caller will go on stepping. It is returned as the second value, because ranks need not
-                step together here.
+            more: whether the caller will go on stepping.
+
+        Returns:
+            The finished requests, and `more` as it was passed. For other engines the second value says whether any rank
+            goes on; ranks need not step together here.
         """
         return self.advance(TICK), more
 
@@ -134,8 +137,8 @@ class RemoteStream:
     # --- to the engines and back ------------------------------------------------------------------------------------
 
     def _send(self) -> None:
-        """Send the queued requests. Requests of engines that died, as seen elsewhere, are assigned to other engines
-        first."""
+        """Send the queued requests. Before that, assign requests of dead engines to living ones: another part of this
+        process, such as a weight sync, may have found an engine dead and removed it from the pool."""
         for server in [s for s in self._router.servers if s not in self._pool.replicas]:
             self._resend(server)  # found dead elsewhere, for example by a weight sync
         if not self._unsent:
@@ -154,7 +157,16 @@ class RemoteStream:
                 self._progress[server] = self._heard[server] = self._clock.now()
 
     def _taken(self, server: int, reference: Reference) -> list[tuple[int, Completion]]:
-        """Take an engine's answer to `collect`, and return the completions of requests, with their keys."""
+        """Read the result of an engine's `collect` call, and return the requests that have finished as (key,
+        completion). If the engine has died, queue its requests for other engines.
+
+        Args:
+            server: the engine's number.
+            reference: Ray's reference to the call's result.
+
+        Raises:
+            EngineError: the engine refused a request.
+        """
         import ray
 
         try:
@@ -190,7 +202,12 @@ class RemoteStream:
                 )
 
     def _lose(self, server: int, cause: str) -> None:
-        """Remove an engine that died, and queue its requests for other engines."""
+        """Remove an engine that died from the pool, and queue its requests for other engines.
+
+        Args:
+            server: the engine's number.
+            cause: why it counts as dead, for messages.
+        """
         self._pool.lose(server, cause)
         self._resend(server)
 
@@ -200,11 +217,11 @@ class RemoteStream:
 
 
 class Router:
-    """The choice of an engine for each request of a stream. It only counts requests, and does not use Ray.
+    """An object that chooses an engine for each request of a stream. It only counts requests, and does not use Ray.
 
     Later turns of a trajectory, which have the same `Request.row`, go to the engine of its first turn, which has its
     prefix cached. A new trajectory goes to the engine with the fewest requests. Ties go to the engine with fewer
-    trajectories, then to the lower number, so that the same requests in the same order are assigned alike.
+    trajectories, then to the lower number, so the choice depends on nothing but the requests and their order.
 
     Args:
         servers: the numbers of the living engines.
@@ -257,6 +274,6 @@ class Router:
         return requests
 
     def join(self, server: int) -> None:
-        """Add an engine, to which requests may go from now on."""
+        """Add a newly started engine; `assign` may choose it from now on."""
         self._requests.setdefault(server, {})
         self._rows.setdefault(server, 0)

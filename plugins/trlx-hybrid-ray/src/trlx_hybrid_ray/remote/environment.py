@@ -44,21 +44,24 @@ OPTIONAL = ("get_reward", "close")
 """The methods that return None, instead of raising, for an environment that is lost: it cannot be scored and need not
 be closed."""
 SPARE = 4  # threads of a worker beside one per environment, for making and dropping environments
-"""The number of threads of a worker beside one per environment, for making and deleting environments."""
+"""The number of threads of a worker (an actor with environments) in addition to one per environment, for making and
+deleting environments, and for calls that hang."""
 STUCK = 2  # so many hanging calls per worker take none of its places
-"""The number of hanging calls in a worker that do not take the place of an environment."""
+"""The number of environments with a hanging call, per worker, that are left out when a worker's environments are
+counted, so that other environments can take their places."""
 ORDER_SECONDS = 10.0  # seconds to wait for an earlier call to arrive
-"""The seconds that a call waits for an earlier call of the same environment to arrive."""
+"""The seconds that a call waits for an earlier call of the same environment to start."""
 
 
 class EnvironmentLostError(asyncio.CancelledError):
-    """The error for an environment that will not answer any more, because its worker died or a call of it never
-    returned. The message says which, and why.
+    """The error for an environment that will not answer any more, because its worker (the actor that holds it) died or
+    a call of it never returned. The message names the environment's class, the method and the reason.
 
-    It is no `Exception`. Otherwise a tool loop would show it to the model as the tool's error, and continue the episode
-    with an environment that is gone. The rollout `multi_turn` ends the trajectory, masked and counted. TRL's own loop
-    cannot leave a trajectory out, so there the error ends the run. It is a cancellation because an event loop survives
-    a cancellation, unlike other exceptions outside of `Exception`.
+    It is no subclass of `Exception`: a tool loop would show an `Exception` to the model as the tool's error, and
+    continue with an environment that is gone. This package's rollout `multi_turn` ends the trajectory, masks it in the
+    loss and counts it in a metric. TRL's own loop cannot leave a trajectory out, so there the error ends the run. The
+    base class is `CancelledError`, because an event loop survives a cancellation, but no other exception outside of
+    `Exception`.
     """
 
 
@@ -80,15 +83,17 @@ def remote_environment(
     ```
 
     The factory's environments have the class's name and methods, with their signatures and docstrings: TRL finds the
-    same tools and the same `get_reward`, and multi-turn's `episodes(remote_environment(Game))` the same `reset` and
-    `step`. Synchronous methods stay synchronous and coroutine functions stay coroutine functions. Reward functions can
-    read attributes; each read is a call. Results of methods are plain data, see `trlx_hybrid.interprocess.plain_data`.
+    same tools and the same `get_reward`, and `episodes` of the package trlx-hybrid-multiturn, as in
+    `episodes(remote_environment(Game))`, finds the same `reset` and `step`. Synchronous methods stay synchronous and
+    coroutine functions stay coroutine functions. Reward functions can read attributes; each read is a call. Results of
+    methods are plain data, such as numbers, text, lists, dicts, dataclasses, NumPy arrays and images of PIL, see
+    `trlx_hybrid.interprocess.plain_data`.
 
     Args:
         environment: a class, or `functools.partial` of a class with its constructor's arguments.
-        workers: the number of actors. They start at once.
-        per_worker: the number of environments in each worker, each in a thread. Whatever they share must be
-            thread-safe, and they die together. 1 gives each environment a process of its own.
+        workers: the number of actors, which start at once.
+        per_worker: the number of environments in each worker, each in a thread. Whatever these environments share must
+            be thread-safe, and they die together. With 1, each environment has a process of its own.
         cpus, gpus: the resources of each worker. With a fraction of a GPU, workers share a GPU.
         deadline: seconds that a call may take; `math.inf` waits for ever.
         start_deadline: seconds for all workers to start, imports included.
@@ -130,7 +135,8 @@ def remote_environment(
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentHandle:
-    """A picklable reference to an environment in an actor. Other processes that get it may call the environment, too.
+    """A picklable reference to an environment in an actor. Other processes that receive the reference may call the
+    environment, too.
 
     Attributes:
         name: the name of the environment's class.
@@ -147,7 +153,7 @@ class EnvironmentHandle:
     deadline: float
 
     async def reply(self, method: str, reference: Reference, *, blocking: bool) -> bytes:
-        """Wait for the worker's reply to a call, and return it.
+        """Wait for the worker's reply to a call, and return the reply: bytes for `result`.
 
         Args:
             method: the name of the called method, for messages.
@@ -178,6 +184,10 @@ class EnvironmentHandle:
     def result(self, method: str, reply: bytes) -> Any:
         """Decode a worker's reply: return the method's result, or raise the exception that the method raised.
 
+        Args:
+            method: the name of the called method, for messages.
+            reply: the bytes that `EnvironmentHandle.reply` returned.
+
         Raises:
             EnvironmentLostError: the method returned a value that cannot be sent.
             BaseException: whatever the method raised.
@@ -199,7 +209,8 @@ class RemoteEnvironments:
 
     Args:
         actors: the pool of actors.
-        kind: the class of the environments that a call returns, see `proxy_class`.
+        kind: the class of the objects that a call returns: a proxy class, whose methods call the environment in its
+            worker.
         per_worker: the largest number of environments in each worker.
         deadline: seconds that a call may take.
     """
@@ -214,12 +225,13 @@ class RemoteEnvironments:
         self._freed: deque[int] = deque()
 
     def __call__(self) -> RemoteEnvironment:
-        """Make an environment, in the worker with the fewest. Dead workers are replaced first; a worker that turns out
-        to be dead during the call is replaced, too.
+        """Make an environment in the worker that has the fewest, and return a proxy of it. Dead workers are replaced
+        first; if the worker dies or does not answer in time, a second attempt is made.
 
         Raises:
             ConfigError: all workers are full, or were ended.
-            EnvironmentLostError: the worker died in the constructor, and so did the next worker.
+            EnvironmentLostError: the worker died in the constructor, or the constructor did not return in time, and the
+                same happened in the second attempt.
             WorkerError: the replacement of a dead worker did not start.
             BaseException: whatever the environment's constructor raises.
         """
@@ -239,7 +251,15 @@ class RemoteEnvironments:
     # --- for the environments ---------------------------------------------------------------------------------------
 
     def make(self) -> EnvironmentHandle:
-        """Make an environment in a worker, as `__call__` describes, and return its handle."""
+        """Make an environment in the worker that has the fewest, and return a handle of it. Dead workers are replaced
+        first; if the worker dies or does not answer in time, a second attempt is made.
+
+        Raises:
+            ConfigError: all workers are full, or were ended.
+            EnvironmentLostError: in both attempts the worker died, or the constructor did not return in time.
+            WorkerError: the replacement of a dead worker did not start.
+            BaseException: whatever the environment's constructor raises.
+        """
         try:
             return self._made()
         except EnvironmentLostError:
@@ -249,13 +269,13 @@ class RemoteEnvironments:
         """Record that an environment is lost: its worker died, or a call of it hangs. A dead worker is replaced when
         the next environment is made.
 
-        A call that hangs may still run, and its thread cannot be ended. If its worker has no other environments, the
-        worker is killed. Otherwise the call counts as stuck until it returns; a worker's first `STUCK`
-        stuck calls take no place.
+        A call that hangs may still run, and its thread cannot be ended. If workers have one environment each, the
+        worker is killed. Otherwise the environment counts as stuck until the call returns; up to `STUCK` stuck
+        environments of a worker do not count towards its `per_worker` environments.
 
         Args:
             key: the environment's number.
-            call: Ray's reference to the call's answer.
+            call: Ray's reference to the answer of the call that failed or hangs.
             died: whether the worker died.
         """
         worker = self._places.get(key)
@@ -275,7 +295,8 @@ class RemoteEnvironments:
         self._freed.append(key)
 
     def _made(self) -> EnvironmentHandle:
-        """Make an environment once, without trying another worker if the first one dies."""
+        """Make an environment in the worker that has the fewest, and return a handle of it. Unlike `make`, it raises
+        `EnvironmentLostError` at once if the worker dies or does not answer in time."""
         with self._lock:
             if not self._actors.workers:
                 raise ConfigError(f"The remote environments {self.__name__!r} were closed. Make new ones.")
@@ -304,7 +325,8 @@ class RemoteEnvironments:
         return handle
 
     def _taken(self) -> dict[Worker, int]:
-        """Delete the environments that were freed, and return how many environments each worker has."""
+        """Delete the environments that were freed, and return for each worker how many environments count towards its
+        `per_worker`."""
         stuck = set(self._stuck.values())
         gone: defaultdict[Worker, list[int]] = defaultdict(list)
         while self._freed:
@@ -331,11 +353,11 @@ class RemoteEnvironments:
 
 
 class RemoteEnvironment:
-    """The base class of proxies for environments: methods are called in the worker. Other attributes are read there,
-    and cannot be set here.
+    """The base class of proxies for environments. A proxy's methods call the methods of the environment in its worker
+    (an actor); reading any other attribute reads it there; attributes cannot be set.
 
     Args:
-        factory: the factory that owns the workers.
+        factory: the object that `remote_environment` returned, which owns the workers.
     """
 
     __slots__ = ("__weakref__", "_factory", "_finalizer", "_handle", "_lost", "_turn")
@@ -350,8 +372,8 @@ class RemoteEnvironment:
         self._make(factory)
 
     def _make(self, factory: RemoteEnvironments) -> None:
-        """Make an environment in a worker for this proxy, which is deleted there when the proxy is no longer used
-        here."""
+        """Make an environment in a worker for this proxy. The environment is deleted in the worker when the proxy is no
+        longer used here."""
         self._handle, self._lost, self._turn = factory.make(), None, 0
         self._finalizer = weakref.finalize(self, factory.free, self._handle.key)
         self._finalizer.atexit = False
@@ -362,11 +384,13 @@ class RemoteEnvironment:
         self._make(factory)
 
     def _call(self, method: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
-        """Call a method of the environment and wait for its result in this thread."""
+        """Call a method of the environment in its worker, and return its result; this thread waits. None if the
+        environment is lost and the method is `get_reward` or `close`."""
         return self._result(method, _now(self._reply("call", method, args, kwargs, blocking=True)))
 
     async def _call_later(self, method: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
-        """Call a method of the environment and wait for its result on the event loop."""
+        """Call a method of the environment in its worker, and return its result; the event loop runs other coroutines
+        meanwhile. None if the environment is lost and the method is `get_reward` or `close`."""
         return self._result(method, await self._reply("call", method, args, kwargs, blocking=False))
 
     def __getattr__(self, name: str) -> Any:
@@ -375,7 +399,8 @@ class RemoteEnvironment:
         return self._result(name, _now(self._reply("read", name, blocking=True)))
 
     async def _reply(self, verb: str, method: str, *details: object, blocking: bool) -> bytes | None:
-        """Return the worker's reply to a call; None if the environment is lost and no answer is needed.
+        """Send a call to the environment's worker, and return the reply as bytes. None if the environment is lost and
+        no answer is needed: for an attribute, `get_reward` and `close`.
 
         `reset` makes a new environment if the old one is lost, or dies in `reset`. The episode has not begun, so
         nothing is lost with the old environment.
@@ -420,8 +445,8 @@ class RemoteEnvironment:
                 again = False
 
     def _result(self, method: str, reply: bytes | None) -> Any:
-        """Decode a reply; None stays None. It is a separate function because a coroutine cannot raise the StopIteration
-        of a method."""
+        """Decode a worker's reply: return the method's result, or raise what the method raised. None stays None. It is
+        not a part of the coroutine `_reply`, because a coroutine cannot raise StopIteration, and a method may."""
         return None if reply is None else self._handle.result(method, reply)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -432,15 +457,22 @@ class RemoteEnvironment:
 
 
 def _visiting(kind: type[RemoteEnvironment], handle: EnvironmentHandle, lost: str | None) -> RemoteEnvironment:
-    """Return a proxy of an existing environment in another process, such as a reward function's worker, when it is
-    unpickled there. It cannot renew the environment."""
+    """Return a proxy of an environment that another process has made; unpickling a proxy, such as in a reward
+    function's worker, calls this. The proxy cannot replace a lost environment by a new one.
+
+    Args:
+        kind: the proxy class.
+        handle: the environment's handle.
+        lost: why the environment is lost, or None.
+    """
     found = object.__new__(kind)
     found._factory, found._handle, found._lost, found._turn = None, handle, lost, None
     return found
 
 
 def _now(coroutine: Coroutine[object, None, T]) -> T:
-    """Run a coroutine that never waits for an event loop, because it blocks instead, and return its result."""
+    """Run a coroutine that never waits on an event loop, because its calls block this thread instead, and return its
+    result."""
     try:
         coroutine.send(None)
     except StopIteration as stop:
@@ -489,11 +521,15 @@ def _method(environment: type, name: str, function: Callable[..., object]) -> Ca
 
 
 class EnvironmentActor(PoolActor):
-    """An actor that makes environments and calls their methods, each call in a thread of its own. The methods return
-    replies of `reply_of`."""
+    """An actor that makes environments and calls their methods, each call in a thread of its own. Results and
+    exceptions are returned as bytes, which `result_of` decodes in the trainer."""
 
     def load(self, loaded: Callable[[], object]) -> None:
-        """Store the function that makes environments, and start the event loop for their coroutines."""
+        """Store the function that makes environments, and start the event loop for their coroutines.
+
+        Args:
+            loaded: the environment's class, or a `functools.partial` of it.
+        """
         self._make = loaded
         self._environments: dict[int, object] = {}
         self._turns: dict[int, int] = {}
@@ -502,21 +538,26 @@ class EnvironmentActor(PoolActor):
         threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
 
     def make(self, key: int) -> bytes:
-        """Make a new environment, to be called by this number."""
+        """Make a new environment and store it. Returns None, or the constructor's exception, as bytes for `result_of`.
+
+        Args:
+            key: the number by which the environment is called from now on.
+        """
         return reply_of(lambda: self._environments.update({key: self._make()}))
 
     def call(
         self, key: int, method: str, args: Sequence[object], kwargs: Mapping[str, object], turn: int | None = None
     ) -> bytes:
-        """Call a method of an environment. All coroutines run on one event loop, on which they may share clients.
+        """Call a method of an environment. Returns the result or exception as bytes for `result_of`. All coroutines run
+        on one event loop, on which they may share clients.
 
         Args:
             key: the environment's number.
             method: the name of its method.
             args, kwargs: the method's arguments.
-            turn: the call's number among the calls of this environment that must start in order; None for any other
-                call. A trainer's own event loop would start the coroutines of one turn in that order, and an
-                environment's answers can depend on it.
+            turn: the call's number among the calls of this environment that must start in order, from 0; None for a
+                call that may start at any time. A trainer's own event loop would start coroutines in the order of their
+                calls, and an environment's answers can depend on that order.
         """
 
         def called() -> object:
@@ -530,7 +571,7 @@ class EnvironmentActor(PoolActor):
         return reply_of(called)
 
     def read(self, key: int, attribute: str) -> bytes:
-        """Return the value of an environment's attribute.
+        """Return the value of an environment's attribute, as bytes for `result_of`.
 
         Args:
             key: the environment's number.
@@ -546,12 +587,12 @@ class EnvironmentActor(PoolActor):
 
     @contextmanager
     def _in_turn(self, key: int, turn: int) -> Iterator[None]:
-        """Return a context that begins when all earlier calls of the environment have started, or after
-        `ORDER_SECONDS`.
+        """Return a context that waits, when it is entered, until all earlier calls of the environment have started, at
+        most for `ORDER_SECONDS`. The call is started inside; on exit the next call may start.
 
         Args:
             key: the environment's number.
-            turn: the number of the call.
+            turn: the number of the call among those that must start in order, from 0.
         """
         with self._turning:
             self._turning.wait_for(lambda: self._turns.get(key, 0) >= turn, ORDER_SECONDS)

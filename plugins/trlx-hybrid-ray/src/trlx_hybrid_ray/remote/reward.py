@@ -81,15 +81,15 @@ def remote_reward(
         early: whether to score each group (the completions of one prompt) as soon as it is sampled, while other groups
             are still sampled. One worker scores the part of the group that is on this rank. The function then sees a
             group at a time, and TRL's `trainer_state` as it was when the rollout began. It needs a trainer of this
-            package, no `rollout_func`, and an engine that serves requests one at a time; with tools or environments
-            also the rollout `multi_turn`.
+            package, no `rollout_func`, and an engine that takes single requests while it generates (a stream); with
+            tools or environments also the rollout `multi_turn`.
         processing_class: a reward model's tokenizer; by default the model's own.
         model_kwargs: arguments of a reward model's `from_pretrained`, as in `GRPOConfig.model_init_kwargs`.
         chat_template_kwargs: arguments of the chat template of a reward model, as in `GRPOConfig`.
         name: the name in TRL's metrics; by default the name that TRL would give to `reward`.
 
     Raises:
-        ConfigError: `reward` is no reward, or cannot be pickled; names the part that prevents it.
+        ConfigError: `reward` is no reward, or cannot be pickled; the message names the part that prevents it.
         ClusterError: no cluster answers at `RAY_ADDRESS`, or none can be started here.
         PlacementError: the cluster does not have the resources.
         WorkerError: the reward cannot be loaded on a worker.
@@ -147,7 +147,7 @@ def _trl_name(reward: Any) -> str:
 
 
 class RemoteReward:
-    """The reward function that `remote_reward` returns: TRL calls it, and its workers score.
+    """The reward function that `remote_reward` returns: TRL calls it, and its workers (Ray actors) score the rows.
 
     Every training process that makes a remote reward has workers of its own, and holds their handles; no actor has a
     name. The workers end with the process, or when `close` is called or a `with` block is left.
@@ -166,17 +166,18 @@ class RemoteReward:
     def __call__(self, **arguments: object) -> list[float | None]:
         """Score a batch. The arguments are those that TRL passes to a reward function, by name.
 
-        If a worker dies, another one replaces it and its rows are scored once more. After a second death over the same
-        rows the function is taken for the cause.
+        If a worker dies, another one replaces it, and the rows that have no score are scored once more. If a worker
+        dies over these rows again, the function is taken for the cause, and the call fails.
 
         Returns:
             One reward per row; None if the function returned None for it.
 
         Raises:
-            WorkerError: the function raised; names the worker, with its traceback. `__cause__` is the exception.
+            WorkerError: the function raised; the message names the worker, with its traceback. `__cause__` is the
+                exception.
             WorkerDiedError: workers died twice over the same rows.
             DeadlineError: no answer came in time. The workers are ended, and the next call starts new ones.
-            ConfigError: an argument cannot be sent; names it.
+            ConfigError: an argument cannot be sent; the message names it.
         """
         batch = Batch(arguments, self._drop)
         sent = self._begun_of(batch)
@@ -198,12 +199,13 @@ class RemoteReward:
         return batch.rewards
 
     def _begun_of(self, batch: Batch) -> dict[Share, Reference]:
-        """Return references to the answers of workers that have begun to score rows of this batch before TRL asked;
-        none in this class."""
+        """Return references to the answers of workers that have begun to score rows of this batch before TRL asked for
+        the scores, by worker and rows. Empty in this class; `EarlyRemoteReward` overrides it."""
         return {}
 
     def _dealt_out(self, batch: Batch) -> dict[Share, Reference]:
-        """Send the rows that have no score to all workers, in blocks. Returns the references to their answers."""
+        """Send the rows that have no score to the workers, a block of consecutive rows to each. Returns Ray's
+        references to the answers, by worker and rows."""
         self._pool.restore()
         workers = list(self._pool.workers.values())
         blocks = row_ranges(len(batch.missing), len(workers))
@@ -215,7 +217,7 @@ class RemoteReward:
 
         Args:
             batch: the batch that is scored.
-            sent: the references to the answers.
+            sent: Ray's references to the answers, by worker and rows.
 
         Returns:
             The error of the first worker that died, or None. The rows of dead workers still have no score.
@@ -264,7 +266,7 @@ class RemoteReward:
             shares: which worker scores which rows.
 
         Raises:
-            ConfigError: an argument cannot be sent; names it.
+            ConfigError: an argument cannot be sent; the message names it.
         """
         try:
             shared = self._shared(batch)
@@ -279,13 +281,14 @@ class RemoteReward:
             raise
 
     def _shared(self, batch: Batch) -> Reference:
-        """Put the arguments that belong to no single row into Ray's object store, and return a reference to them."""
+        """Put the arguments that belong to no single row, such as `trainer_state`, into Ray's object store once for all
+        workers, and return a reference to them."""
         import ray
 
         return ray.put((batch.others, tuple(batch.loggers)))
 
     def _error(self, kind: type[E], rank: int, node: str, what: str, traceback: str = "") -> E:
-        """Make an error of this kind that begins with the reward function's name."""
+        """Make an error of the class `kind` about one worker. Its message begins with the reward function's name."""
         text = f"Reward function {self.__name__!r} {what}"
         return kind(text, rank=rank, method="score", node=node, traceback=traceback)
 
@@ -305,7 +308,8 @@ class EarlyRemoteReward(RemoteReward):
     while others are still sampled.
 
     Attributes:
-        begins_early: True, which makes the trainer call `prepare` before a rollout and `begin` during it.
+        begins_early: True, by which a trainer of this package knows that it has to call `prepare` before a rollout, and
+            `begin` for each group that is sampled.
     """
 
     begins_early = True
@@ -325,15 +329,15 @@ class EarlyRemoteReward(RemoteReward):
         self._pool.restore()
 
     def begin(self, rows: Sequence[int], **arguments: object) -> None:
-        """Begin to score rows of the batch that TRL will pass later, in the worker with the fewest waiting rows.
-        Returns at once.
+        """Begin to score rows of a batch before TRL asks for the scores, in the worker with the fewest waiting rows.
+        Returns at once; TRL's later call of the reward function collects the scores.
 
         Args:
-            rows: the rows' numbers in the batch.
+            rows: the rows' numbers in the batch that TRL will pass.
             arguments: the arguments that TRL will pass, for these rows.
 
         Raises:
-            ConfigError: an argument cannot be sent; names it.
+            ConfigError: an argument cannot be sent; the message names it.
         """
         import ray
 
@@ -348,8 +352,9 @@ class EarlyRemoteReward(RemoteReward):
         self._begun[Share(worker, tuple(rows))] = copied(batch.columns), reference
 
     def _shared(self, batch: Batch) -> Reference:
-        """Put the arguments that belong to no single row into Ray's object store, and return a reference to them. They
-        are sent once for all groups of a rollout: TRL's state grows with the log, to megabytes."""
+        """Put the arguments that belong to no single row into Ray's object store, and return a reference to them. All
+        groups of a rollout share one copy, because `trainer_state`, which TRL passes, grows with the log, to
+        megabytes."""
         kept = self._kept
         same = kept is not None and kept[0].keys() == batch.others.keys()
         if kept is None or not same or any(value is not kept[0][name] for name, value in batch.others.items()):
@@ -357,9 +362,12 @@ class EarlyRemoteReward(RemoteReward):
         return kept[1]
 
     def _begun_of(self, batch: Batch) -> dict[Share, Reference]:
-        """Return references to the answers that were begun for rows of this batch with the same arguments; those of an
-        interrupted rollout differ, and are scored again. Calls that differ are not cancelled: with Ray 2.60, an actor
-        whose queue has lost a call holds back the calls after it, for 30 s."""
+        """Return references to the results of calls that `begin` made for rows of this batch, by worker and rows.
+
+        A call counts only if the values that it was made with equal those that TRL passes for its rows now. Other
+        calls, such as those of a rollout that was interrupted, are forgotten, and their rows are scored anew. They are
+        not cancelled: with Ray 2.60, an actor whose queue has lost a call holds back the later ones for 30 s.
+        """
         begun, self._begun, self._kept = self._begun, {}, None
         found = {share: reference for share, (columns, reference) in begun.items() if batch.has(share.rows, columns)}
         if len(found) < len(begun):
@@ -368,13 +376,14 @@ class EarlyRemoteReward(RemoteReward):
         return found
 
     def close(self) -> None:
-        """End the workers as `RemoteReward.close` does, and forget all calls that were begun."""
+        """End the workers, give their resources back, and forget all calls that `begin` made. Another call of the
+        reward function starts new workers."""
         self._begun, self._kept = {}, None
         super().close()
 
 
 class Share(NamedTuple):
-    """A worker, and the numbers of the rows of a batch that it scores."""
+    """A worker, and the numbers of the rows of a batch that it scores in one call."""
 
     worker: Worker
     rows: tuple[int, ...]
@@ -415,11 +424,21 @@ class Batch:
         self._metrics: dict[str, list[tuple[int, float]]] = {}
 
     def columns_of(self, rows: Sequence[int]) -> Columns:
-        """Return the columns of the rows of these numbers."""
+        """Return the arguments that have an entry for each row, with the entries of these rows only.
+
+        Args:
+            rows: the rows' numbers.
+        """
         return {name: [values[row] for row in rows] for name, values in self.columns.items()}
 
     def has(self, rows: Sequence[int], columns: Columns) -> bool:
-        """Return whether the rows of these numbers are in the batch and have these columns."""
+        """Return whether the batch's own values for some rows equal given ones. Values that cannot be compared, such as
+        arrays, count as different.
+
+        Args:
+            rows: the rows' numbers.
+            columns: the given values: for each argument, a list with an entry for each of these rows.
+        """
         try:
             return max(rows) < len(self.rewards) and bool(self.columns_of(rows) == dict(columns))
         except Exception:  # values that cannot be compared, such as arrays, count as different
@@ -464,7 +483,7 @@ class Batch:
 
 
 class RewardActor(PoolActor):
-    """An actor that scores some of a batch's rows."""
+    """An actor that holds a reward function, and scores the rows of a batch that the trainer sends to it."""
 
     def load(self, loaded: Callable[..., Any], name: str, makes: bool) -> None:
         """Store the reward function.
@@ -478,23 +497,26 @@ class RewardActor(PoolActor):
         self._runner: asyncio.Runner | None = None
 
     def score(self, count: int, columns: Columns, shared: tuple[Mapping[str, object], Sequence[str]]) -> bytes:
-        """Score some rows, and return their `Scores` as a reply of `reply_of`.
+        """Score some rows. Returns bytes that `result_of` decodes: the rewards and what the function logged, or the
+        exception that it raised.
 
         Args:
             count: the number of rows.
             columns: the arguments with an entry for each row, by name.
-            shared: the other arguments by name, and which of `LOGGERS` the function gets.
+            shared: the arguments that belong to no single row, by name; and the names of the logging functions
+                (`log_extra`, `log_metric`) that the function gets.
         """
         return reply_of(lambda: self._scored(count, columns, *shared))
 
     def _scored(self, count: int, columns: Columns, others: Mapping[str, object], loggers: Sequence[str]) -> Scores:
-        """Call the reward function on some rows, with loggers that collect what it logs.
+        """Call the reward function on some rows. Returns the rewards, and the values that the function passed to
+        `log_extra` and `log_metric`.
 
         Args:
             count: the number of rows.
             columns: the arguments with an entry for each row, by name.
-            others: the other arguments, by name.
-            loggers: the names of the loggers that the function gets.
+            others: the arguments that belong to no single row, by name.
+            loggers: which of the arguments `log_extra` and `log_metric` the function gets.
         """
         extra: Columns = {}
         metrics: list[tuple[str, float]] = []
@@ -518,10 +540,14 @@ class RewardActor(PoolActor):
         return self._checked(answer, count), extra, metrics
 
     def _checked(self, answer: Any, count: int) -> list[float | None]:
-        """Return the function's answer as a list of floats and None, one for each row.
+        """Check what the reward function returned, and return it as a list of floats and None, one for each row.
+
+        Args:
+            answer: what the function returned.
+            count: the number of rows.
 
         Raises:
-            RewardError: the answer is something else.
+            RewardError: the function returned something else.
         """
         try:
             found = [None if value is None else float(value) for value in answer]

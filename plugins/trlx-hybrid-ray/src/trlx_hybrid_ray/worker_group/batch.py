@@ -42,7 +42,8 @@ def rows_of(batch: object) -> int:
     """Return the number of rows of a batch. All its lists, tensors and arrays must have the same number.
 
     Raises:
-        DispatchError: the batch has nothing with rows, two numbers differ, or a value is neither rows nor structure.
+        DispatchError: the batch has no list, tensor or array, two of them differ in their number of rows, or a value is
+            of a type that cannot be split.
     """
     found = list(_counts(batch, "the batch"))
     if not found:
@@ -58,8 +59,8 @@ def rows_of(batch: object) -> int:
 
 
 def split(batch: T, ranges: Sequence[range]) -> list[T]:
-    """Return one batch for each range of rows. Tensors are copied, because Ray would send a view with all its storage;
-    arrays are views."""
+    """Return one batch for each range of rows, with the structure of the given batch. Tensors are copied, because Ray
+    would send a view with all its storage; arrays are views."""
     return [_mapped(lambda leaf, path, rows=rows: _cut(leaf, rows), [batch], "the batch") for rows in ranges]
 
 
@@ -70,7 +71,7 @@ def join(parts: Sequence[T]) -> T:
         parts: the results, which must have the same structure.
 
     Raises:
-        DispatchError: the structures differ, or a value without rows is not the same in all results.
+        DispatchError: the structures differ, or a value without rows, such as a number, is not the same in all results.
     """
     joined: T = _mapped(_joined, parts, "the result")
     return joined
@@ -81,7 +82,7 @@ def join(parts: Sequence[T]) -> T:
 
 def fields_of(value: object) -> Mapping[Any, Any] | None:
     """Return the contents of a tuple, mapping or dataclass, by index, key or field name. Returns None for any other
-    value, which has no structure."""
+    value, which is not taken apart when a batch is split."""
     if isinstance(value, tuple):
         return dict(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
     if isinstance(value, Mapping):
@@ -92,11 +93,11 @@ def fields_of(value: object) -> Mapping[Any, Any] | None:
 
 
 def _rebuilt(value: Any, fields: Mapping[Any, Any]) -> Any:
-    """Return a tuple, mapping or dataclass like `value` with other contents. A constructor that could compute something
-    is not called.
+    """Return a tuple, mapping or dataclass of the class of `value` with other contents. The constructor of a mapping or
+    dataclass is not called, since it could compute something.
 
     Raises:
-        DispatchError: it is a mapping that cannot be changed.
+        DispatchError: `value` is a mapping that cannot be changed.
     """
     if isinstance(value, tuple):
         return type(value)(*fields.values()) if hasattr(value, "_fields") else tuple(fields.values())
@@ -177,7 +178,7 @@ def _counts(value: Any, path: str) -> Iterator[tuple[str, int]]:
     """Yield the path and the number of rows of every list, tensor and array in a batch.
 
     Raises:
-        DispatchError: a value is neither rows nor structure, nor of a type that is passed on as it is.
+        DispatchError: a value can neither be split nor passed to every worker as it is.
     """
     fields = fields_of(value)
     if fields is not None:
@@ -203,7 +204,15 @@ def _cut(leaf: Any, rows: range) -> Any:
 
 
 def _joined(*values_and_path: Any) -> Any:
-    """Join the corresponding innermost values of all chunks' results. The last argument is their path, for messages."""
+    """Join the corresponding innermost values of all chunks' results: concatenate lists, tensors or arrays, and return
+    any other value as it is if all are equal.
+
+    Args:
+        values_and_path: one value from each result, and last their path as text, for messages.
+
+    Raises:
+        DispatchError: the values differ in type, or values without rows are not equal.
+    """
     *values, path = values_and_path
     first = values[0]
     for number, value in enumerate(values[1:], 1):

@@ -26,10 +26,11 @@ START_SECONDS = 120.0
 
 
 class GroupMethod:
-    """A registered method of a group. Calling it calls the method on the group's workers.
+    """A method of a worker group that is marked with `@register`. Calling it calls the method of the same name on the
+    group's workers.
 
     Args:
-        method: what `@register` said of the method.
+        method: the method's name and signature, and the arguments of `@register`.
         workers: the workers of the group.
         deadline: seconds that a call may take, unless the method has a deadline of its own.
     """
@@ -41,13 +42,16 @@ class GroupMethod:
         self._call = f"{workers.name}.{method.name}"
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """Call the method on the workers. The arguments are those of the method; what they reach and what is returned
-        depends on `register`'s dispatch.
+        """Call the method on the workers, with the method's own arguments. The argument `dispatch` of `@register` says
+        which workers get which of them, and which results are returned. A method registered with `execute="future"`
+        returns a `Future` at once.
 
         Raises:
             TypeError: the arguments do not fit the method.
-            DispatchError: the batch cannot be split.
-            WorkerError: see `Future.result`; raised at once if a worker had died before.
+            ConfigError: the group was closed.
+            DispatchError: the batch cannot be split, or the results cannot be joined.
+            WorkerError: a worker raised an exception or died (`WorkerDiedError`), now or in an earlier call, or did not
+                answer in time (`DeadlineError`).
         """
         method, workers = self._method, self._workers
         method.signature.bind(*args, **kwargs)  # here rather than on every worker
@@ -79,7 +83,8 @@ class GroupMethod:
         return future if method.execute == "future" else future.result()
 
     def _collected(self, results: list[object]) -> object:
-        """Make one result from the values of all answers, as the method's dispatch says."""
+        """Make the group's result from the workers' results, by rank: join one result of each replica for "scatter",
+        return all for "one_to_all", and rank 0's otherwise."""
         if self._method.splits:
             return join(results[:: self._workers.tensor_parallel])
         return results if self._method.dispatch == "one_to_all" else results[0]
@@ -96,9 +101,9 @@ class WorkerGroup(Generic[W]):
         scores = scorers.score(prompts)
     ```
 
-    For type checkers, `with` returns the group typed as its worker class. The group holds its workers' handles; the
-    actors have no names. When an error leaves the block, the workers end at once; otherwise they finish their calls
-    first.
+    `with` returns the group. Its type, for type checkers, is the worker class, so that the methods of the group are
+    known. The group holds Ray's handles of its workers; the actors have no names. When an error leaves the block, the
+    workers end at once; otherwise they finish their calls first.
 
     Args:
         worker: a class with methods marked with `@register`.
@@ -110,8 +115,8 @@ class WorkerGroup(Generic[W]):
         start_deadline: seconds for all workers to be constructed.
 
     Raises:
-        ConfigError: the class has no registered method, or the sizes do not divide.
-        WorkerError: a constructor raised; names the rank.
+        ConfigError: the class has no registered method, or `tensor_parallel` does not divide the number of workers.
+        WorkerError: a constructor raised; the message names the rank.
         DeadlineError: Ray did not start all workers in time.
     """
 
@@ -201,7 +206,7 @@ class LocalWorkerGroup(WorkerGroup[W]):
     environment and devices.
 
     Raises:
-        ConfigError: as from `WorkerGroup`.
+        ConfigError: the class has no registered method, or `tensor_parallel` does not divide the number of workers.
         WorkerError: a constructor raised.
         DeadlineError: a constructor did not return in time.
     """

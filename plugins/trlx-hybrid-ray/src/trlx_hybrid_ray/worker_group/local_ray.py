@@ -52,7 +52,8 @@ class LocalActor:
 
 
 def remote(kind: type) -> SimpleNamespace:
-    """Do what `ray.remote` does for a class. The options are accepted and ignored: there are no resources to claim."""
+    """Return an object whose `options(...).remote(...)` makes a `LocalActor` of a class, as with `ray.remote`. The
+    options are ignored, since there are no resources to claim."""
     made = SimpleNamespace(remote=lambda *args: LocalActor(kind, args))
     return SimpleNamespace(options=lambda **_: made)
 
@@ -102,7 +103,7 @@ def kill(actor: LocalActor) -> None:
 
 
 def is_initialized() -> bool:
-    """Return True, as `ray.is_initialized` does in a connected process."""
+    """Return True always, as `ray.is_initialized` does in a process that is connected to a cluster."""
     return True
 
 

@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from .workers import Future
 
 Dispatch = Literal["broadcast", "one_to_all", "scatter", "rank_zero"]
-"""The ways in which a group's call reaches its workers, see `register`."""
+"""The ways in which a group's call reaches its workers. "broadcast": all get the same arguments, and rank 0's result is
+returned. "one_to_all": all get the same arguments, and a list of their results is returned. "scatter": the first
+argument is split by rows, and the results are joined. "rank_zero": rank 0 alone is called."""
 Execute = Literal["blocking", "future"]
 """The two ways of waiting for a call: "blocking" returns the result, "future" returns a `Future` at once."""
 
 MARK = "__trlx_registered__"
-"""The name of the attribute in which `register` leaves a method's `Registered`."""
+"""The name of the attribute of a function in which `register` stores its arguments, as a `Registered`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +51,20 @@ class Registered:
 
     @property
     def splits(self) -> bool:
-        """True if the first argument is a batch that is split over the replicas; otherwise all workers get all
-        arguments unchanged."""
+        """True if the first argument is a batch that is split over the replicas; otherwise every worker that is called
+        gets all arguments unchanged."""
         return self.dispatch == "scatter"
 
     @property
     def entry(self) -> str:
-        """The name of the actor's method that the group calls. It may be a wrapper; the registered method itself stays
-        unchanged, for the worker's own use."""
+        """The name of the actor's method that the group calls. For dispatches that use the results of some workers
+        only, it is a wrapper that returns None on the others; the method itself stays unchanged, for the worker's own
+        use."""
         return f"{self.name}__answer" if self.dispatch in ("broadcast", "scatter") else self.name
 
 
 def registered(worker: type) -> dict[str, Registered]:
-    """Return the registered methods of a class and its bases, by name.
+    """Return what `@register` recorded about the methods of a class and its bases, by the method's name.
 
     Args:
         worker: the class of a group's workers.
@@ -79,8 +82,8 @@ def registered(worker: type) -> dict[str, Registered]:
 
 
 def worker_class(worker: Any, *, local: bool) -> type:
-    """Return the class that a group really starts as actors: a subclass of `worker`, of the same name, which has the
-    method `Registered.entry` for each registered method.
+    """Return the class that a group really starts as actors: a subclass of `worker`, of the same name. For registered
+    methods whose result only some workers have to send, it adds wrappers, named by `Registered.entry`.
 
     The subclass is constructed with the rank alone. The constructor of `worker` is called later, when the nodes and
     processes of all workers are known.
@@ -110,7 +113,7 @@ def worker_class(worker: Any, *, local: bool) -> type:
 
 def _answering(method: Registered, function: Callable[..., object]) -> Callable[..., object]:
     """Wrap a worker's method so that it returns None on workers whose result the group does not use, which saves
-    sending it."""
+    sending the result. Where all results are used, return the method itself."""
     if method.entry == method.name:
         return function
 
@@ -135,15 +138,16 @@ X_co = TypeVar("X_co", covariant=True)
 if TYPE_CHECKING:
 
     class SplittingCall(Protocol[B_contra, P, X_co]):
-        """The type of a group's method whose first argument is split over the replicas: a batch, or another group's
-        future of one."""
+        """The type that a group's method has for type checkers if its first argument is split over the replicas. This
+        argument is a batch, or a `Future` of a batch from another group."""
 
         def __call__(self, batch: B_contra | Future[B_contra], /, *args: P.args, **kwargs: P.kwargs) -> X_co:
             """Call the method on the group's workers."""
 
     class Whole(Generic[P, R, X]):
-        """The type of a registered method whose arguments reach every called worker unsplit: `Callable[P, R]` on a
-        worker, `Callable[P, X]` on a group."""
+        """The type that a registered method has for type checkers if every called worker gets its arguments unsplit. It
+        is `Callable[P, R]` on a worker, and `Callable[P, X]` on a group, where X is R, a list of R, or a `Future` of
+        either."""
 
         @overload
         def __get__(self, worker: None, owner: type) -> Callable[P, X]: ...
@@ -152,8 +156,8 @@ if TYPE_CHECKING:
         def __get__(self, worker: object, owner: type) -> Any: ...
 
     class Split(Generic[B, P, R, X]):
-        """The type of a registered method whose first argument is a batch. On a worker it gets one part of the batch,
-        on a group the whole batch."""
+        """The type that a registered method has for type checkers if its first argument is a batch. On a worker the
+        method takes a part of the batch, on a group the whole batch."""
 
         @overload
         def __get__(self, worker: None, owner: type) -> SplittingCall[B, P, X]: ...
@@ -199,7 +203,8 @@ def register(
 def register(dispatch: Dispatch, execute: Execute = "blocking", *, deadline: float | None = None) -> Any:
     """Mark a method for worker groups: say which workers a group's call of it reaches, and what the caller gets.
 
-    A replica is a number of consecutive workers that work on the same data, `tensor_parallel` of `WorkerGroup`.
+    A replica is a set of consecutive workers that work on the same data; `tensor_parallel`, an argument of
+    `WorkerGroup`, is their number.
 
     Args:
         dispatch: who gets which arguments, and what the caller gets:
@@ -218,7 +223,7 @@ def register(dispatch: Dispatch, execute: Execute = "blocking", *, deadline: flo
         A decorator, which returns the method unchanged.
 
     Raises:
-        ConfigError: an argument or the method's signature makes no sense; says why.
+        ConfigError: an argument or the method's signature makes no sense; the message says why.
     """
     _one_of("dispatch", dispatch, get_args(Dispatch))
     _one_of("execute", execute, get_args(Execute))

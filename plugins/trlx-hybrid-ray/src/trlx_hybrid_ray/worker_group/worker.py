@@ -1,5 +1,5 @@
-"""The knowledge that a worker has of its group (`this_worker`), and the torch process group that a group's workers
-form."""
+"""The function `this_worker`, which tells a worker of a worker group its rank and the other workers, and the torch
+process group that a group's workers can form."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class WorkerInfo:
 
     Attributes:
         rank: the worker's rank, from 0.
-        tensor_parallel: the number of workers per replica; all workers of a replica get the same data. Their ranks are
-            consecutive.
+        tensor_parallel: the number of workers per replica. All workers of a replica get the same part of a batch, and
+            have consecutive ranks.
         locations: node, process and GPUs of each worker, by rank.
     """
 
@@ -162,7 +162,8 @@ def located(rank: int) -> Location:
 
 
 def _taken_listener() -> int:
-    """Return the file descriptor of rank 0's listening socket, for a store that will close it.
+    """Return the file descriptor of the socket on which rank 0 listens for the other workers, and give the socket up:
+    the `TCPStore` that gets the descriptor closes it.
 
     Raises:
         ConfigError: the socket was taken before, so the process group exists.

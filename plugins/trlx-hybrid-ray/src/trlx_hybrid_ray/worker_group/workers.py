@@ -28,8 +28,8 @@ GRACE = 2.0
 """Seconds to wait for the other workers' errors once one worker has failed. A worker's death is often noticed after the
 errors that it causes in the workers that communicated with it, and the message has to name the death."""
 DIRECT = 32
-"""The largest number of workers that this process calls itself; a call costs it about 0.1 ms for each. More workers are
-called through a relay, an actor on each node that passes calls on."""
+"""The largest number of workers that this process calls itself; each call costs about 0.1 ms per worker. More workers
+are called through a relay, an actor on each node that passes calls on."""
 RELAY_SECONDS = 60.0
 """Seconds that a relay may take to pass a call on. It does not wait for the workers."""
 LARGE = 96 << 10
@@ -43,8 +43,8 @@ class Future(Generic[R_co]):
     """The result of a group's call that may still be running. Call `result`, or pass the future to another group's
     method as its batch.
 
-    If both groups split batches in the same way, the data then goes from worker to worker and never through this
-    process.
+    If both groups have the same number of replicas, and this call's batch was split as well, the data then goes from
+    worker to worker and never through this process.
     """
 
     def __init__(
@@ -97,15 +97,19 @@ class Future(Generic[R_co]):
         return bool(self._value) or len(self._workers.wait(self.answers, 0.0)) == len(self.answers)
 
     def chunks_for(self, workers: Workers) -> list[Reference] | None:
-        """Return references to the parts of this result, one for each replica of another group, to be passed to its
-        workers directly. Returns None if that group would split the result differently, or if this is not the result of
-        a split batch."""
+        """Return references to the parts of this result, one for each replica of another group, to be passed to that
+        group's workers directly. Returns None if the groups differ in their number of replicas, one group has Ray
+        actors and the other has threads, or this is not the result of a split batch.
+
+        Args:
+            workers: the workers of the other group.
+        """
         own = self._workers
         alike = self._splits and workers.ray is own.ray and workers.replicas == own.replicas
         return self.answers[:: own.tensor_parallel] if alike else None
 
     def error(self) -> WorkerError | None:
-        """Return the error that `result` would raise at once, or None."""
+        """Return the error with which the call has failed; None if it has not failed so far."""
         try:
             self._workers.results(self._call, self.answers, 0.0, self._upstream)
         except WorkerError as error:
@@ -113,7 +117,7 @@ class Future(Generic[R_co]):
         return None
 
     def cancel(self) -> None:
-        """Cancel the calls that workers have not begun."""
+        """Cancel this call on the workers that have not begun it; a call that has begun goes on."""
         from ray.exceptions import RayError
 
         for answer in self.answers:
@@ -128,7 +132,7 @@ class Workers:
     """The workers of one group. Each worker carries out one call at a time, in the order of the calls.
 
     Args:
-        worker: the class of the workers, see `worker_class`.
+        worker: the class of the actors, made by `worker_class` from the user's class.
         options: for each worker, the arguments of Ray's `.options()`.
         tensor_parallel: the number of workers per replica; they get the same data.
         args, kwargs: the arguments of the workers' constructors.
@@ -140,7 +144,7 @@ class Workers:
         world, replicas: the number of workers and of replicas.
         handles: the actors' handles, by rank, which keep the actors alive.
         locations: node, process and GPUs of each worker, by rank; empty until they are known.
-        lost: the error of the first worker that died.
+        lost: the error of the first worker that died; None while none has.
         closed: whether the group was closed.
         futures: the futures of calls that somebody still holds.
     """
@@ -186,7 +190,7 @@ class Workers:
             seconds: the time within which all workers must be constructed.
 
         Raises:
-            WorkerError: a constructor raised; names the rank.
+            WorkerError: a constructor raised; the message names the rank.
             DeadlineError: not all workers are constructed in time.
         """
         until, call = time.monotonic() + seconds, f"{self.name}.__init__"
@@ -208,12 +212,12 @@ class Workers:
             self.relay(_left(until))
 
     def relay(self, seconds: float, *, pinned: bool = True) -> None:
-        """Call the workers through relays from now on: one actor on each node, which passes calls on to the workers
-        there.
+        """Start relays, and call the workers through them from now on. A relay is an actor that passes calls on to the
+        workers of one node; there is one for each node.
 
         Args:
             seconds: the time within which the relays must start.
-            pinned: whether a relay must run on the node of its workers.
+            pinned: whether a relay must run on the node of its workers; False lets Ray choose a node, which tests do.
         """
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -241,8 +245,8 @@ class Workers:
         that several workers get is put into Ray's object store once.
 
         Args:
-            entry: the name of the workers' method.
-            ranks: the workers to call.
+            entry: the name of the workers' method, `Registered.entry`.
+            ranks: the ranks of the workers to call.
             chunks: the first argument for each replica, a value or a reference; None if all workers get the same
                 arguments.
             args, kwargs: the arguments that all workers get.
@@ -262,8 +266,15 @@ class Workers:
     def _relayed(
         self, entry: str, ranks: Sequence[int], chunks: Sequence[object] | None, *whole: Any
     ) -> list[Reference]:
-        """Make the call of `submit` through the relays, one call for each. A relay answers at once, with references to
-        its workers' answers."""
+        """Call a method of some workers through the relays, with one call for each relay. Returns a reference to each
+        worker's answer, in the order of `ranks`. A relay answers at once, with the references of its workers' answers.
+
+        Args:
+            entry: the name of the workers' method.
+            ranks: the ranks of the workers to call.
+            chunks: the first argument for each of these workers; None if all get the same arguments.
+            whole: the positional and the keyword arguments that all workers get, as a sequence and a mapping.
+        """
         asked, called = [], []
         for relay, own in self._relays:
             here = [rank for rank in own if rank in ranks]
@@ -285,12 +296,12 @@ class Workers:
         }
 
     def _once(self, value: object, receivers: int) -> object:
-        """Return the value itself, or a reference to one copy of it in Ray's object store if it is large and has
-        several receivers."""
+        """Return the value itself; or, if it is large and has several receivers, a reference to one copy of it in Ray's
+        object store."""
         return self.ray.put(value) if receivers > 1 and _is_large(value) else value
 
     def wait(self, answers: Sequence[Reference], seconds: float) -> set[Reference]:
-        """Return the answers that are there, once all of them are or after so many seconds."""
+        """Wait until all answers are ready, at most for so many seconds, and return those that are ready."""
         timeout = None if seconds == math.inf else seconds
         return set(self.ray.wait(list(answers), num_returns=len(answers), timeout=timeout, fetch_local=False)[0])
 
@@ -344,7 +355,9 @@ class Workers:
             ranks: the ranks of the answers; by default from 0 on.
 
         Raises:
-            WorkerError, DeadlineError: see `Future.result`.
+            WorkerError: a worker raised an exception or died (`WorkerDiedError`); the error names the worker that
+                caused the failure.
+            DeadlineError: not all answers came in time.
         """
         from ray.exceptions import RayError
 
@@ -386,8 +399,13 @@ class Workers:
         return reason
 
     def _failed(self, call: str, failures: Sequence[Failure]) -> WorkerError:
-        """Return the error of the worker that caused the others to fail. A worker that died makes the workers that
-        communicated with it fail, so deaths come first."""
+        """Return the error to raise for failures of one call: that of the worker that caused the others to fail. A
+        worker that died makes the workers that communicated with it fail, so deaths come first.
+
+        Args:
+            call: class and method of the call.
+            failures: the workers that returned no result, and why; at least one.
+        """
         first = min(failures, key=lambda f: (f.kind != "died", f.kind != "raised", f.rank))
         others = [f"{f.rank} ({brief(f.error).rstrip('.: ')})" for f in failures if f is not first]
         also = f"\nFailed as well: ranks {listed(others)}." if others else ""
@@ -407,7 +425,8 @@ class Workers:
         return error
 
     def _overdue(self, call: str, answers: Mapping[int, Reference], seconds: float) -> WorkerError:
-        """Return the error for answers that did not come in time; it names the workers that still owe theirs."""
+        """Return the error for answers that did not come in time; its message names the workers that have not
+        answered."""
         there = self.wait(list(answers.values()), 0.0)
         missing = [rank for rank, answer in answers.items() if answer not in there] or [max(answers)]
         return self._error(
@@ -424,12 +443,24 @@ class Workers:
         return f"rank {rank} ({self.locations[rank]})" if self.locations else f"rank {rank}"
 
     def _error(self, kind: type[WorkerError], call: str, rank: int, text: str) -> WorkerError:
-        """Make an error of this kind about one worker."""
+        """Make an error of the class `kind` about one worker.
+
+        Args:
+            kind: the class of the error.
+            call: class and method of the call that failed.
+            rank: the worker's rank.
+            text: the message.
+        """
         node = str(self.locations[rank]) if self.locations else ""
         return kind(text, rank=rank, method=call.rpartition(".")[2], node=node)
 
     def _failures(self, answers: Mapping[int, Reference], seconds: float) -> list[Failure]:
-        """Wait for the answers, at most for so many seconds, and return the failures among those that came."""
+        """Wait until all answers are ready, at most for so many seconds, and return the failures among those that are.
+
+        Args:
+            answers: Ray's references to the answers, by rank.
+            seconds: the time to wait.
+        """
         there = self.wait(list(answers.values()), seconds)
         found = [self._failure(rank, answer) for rank, answer in answers.items() if answer in there]
         return [failure for failure in found if failure is not None]
@@ -470,7 +501,8 @@ class Failure(NamedTuple):
 
 
 class Relay:
-    """An actor on each node that passes calls on to the node's workers, without waiting for the workers.
+    """An actor on each node that passes calls of a group on to the node's workers, and does not wait for their results.
+    It saves the group's process one call for each worker.
 
     Args:
         workers: the handles of the node's workers, by rank.
@@ -480,8 +512,14 @@ class Relay:
         self._workers = workers
 
     def call(self, entry: str, ranks: Sequence[int], chunks: Sequence[object] | None, *whole: Any) -> list[Reference]:
-        """Call a method of the workers of these ranks, as `Workers.submit` does, and return references to their
-        answers."""
+        """Call a method of some of the node's workers, and return references to their answers at once.
+
+        Args:
+            entry: the name of the method.
+            ranks: the ranks of the workers to call.
+            chunks: the first argument for each of these workers; None if all get the same arguments.
+            whole: the positional and the keyword arguments that all workers get, as a sequence and a mapping.
+        """
         return call_each([getattr(self._workers[rank], entry).remote for rank in ranks], chunks, *whole)
 
 
@@ -504,7 +542,8 @@ def call_each(
 
 
 def _is_large(value: object) -> bool:
-    """Return whether a value takes roughly `LARGE` bytes or more. It looks at no more of the value than it must."""
+    """Return whether a value takes roughly `LARGE` bytes or more. It stops looking at the value's contents as soon as
+    it knows."""
     pending, found = [value], 0
     while pending and found < LARGE:
         item = pending.pop()

@@ -1,9 +1,10 @@
-"""Advice on layouts with which a weight sync would move fewer bytes, and how many it would save.
+"""Advice on layouts with which a weight sync would move fewer bytes, and how many it would save. A layout says which
+part of each parameter each rank holds.
 
 In the best training layout, a rank's FSDP shards lie inside its engine's slice. `fully_shard(shard_placement_fn=...)`
-makes it: it shards a weight along another dimension than the first, if `fsdp` divides that dimension. A permuted device
-mesh would bring a rank's rows into its TP slice as well, and is not advised: torch sorts the ranks of process groups,
-so the run refuses such a mesh (`layouts.from_dtensor`).
+can make such a layout: it shards a weight along another dimension than the first, if `fsdp` divides that dimension. A
+permuted device mesh would bring a rank's rows into its TP slice as well, and is not advised: torch sorts the ranks of
+process groups, so the run refuses such a mesh (`layouts.from_dtensor`).
 """
 
 from __future__ import annotations
@@ -26,16 +27,18 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 SAMPLE = 64
-"""The number of ranks for which a plan is made; of more ranks, a sample of this size stands for all."""
+"""The largest number of ranks for which a plan is made. If there are more ranks, a sample of this size stands for
+all."""
 HELPS = 0.8
-"""A running job is told of a better layout if that layout moves at most this fraction of the present bytes."""
+"""The largest fraction of the bytes of a sync now that a sync with another layout may move, for a run to advise that
+layout."""
 ALWAYS = "More training per rollout makes it a smaller part; `trlx-hybrid reshard-plan` compares layouts."
-"""The last sentence of the advice, which holds for every layout."""
+"""The last sentence of the advice that a run prints, which holds for every layout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Better:
-    """A training layout, and the bytes that the worst rank moves with it.
+    """A training layout, and the bytes that a weight sync moves with it on the rank that moves the most.
 
     Attributes:
         name: what is changed in the layout, for output.
@@ -52,8 +55,8 @@ class Better:
 def alternatives(
     model: Model, train: MeshLayout, rollout: MeshLayout, *, ranks_per_node: int = 0, back: bool = False
 ) -> list[Better]:
-    """Return the training layout as it is, followed by a layout that moves less and that a run accepts, if there is
-    one.
+    """Return the training layout as it is, followed by a layout with which a sync moves fewer bytes and that a run
+    accepts, if there is one.
 
     Only a training layout with FSDP and without tensor or pipeline parallelism has a choice.
 
@@ -101,13 +104,14 @@ def shard_dims(model: Model, train: MeshLayout, rollout: MeshLayout) -> tuple[tu
 
 
 def advice_for_run(config: PretrainedConfig, train: Sharding, rollout: Sharding, itemsize: int) -> str:
-    """Return sentences for the user on how many bytes other layouts would save, on the rank that receives the most.
+    """Return sentences for the user on how many bytes other layouts would save in a weight sync, on the rank that
+    receives the most.
 
     Args:
         config: the transformers config of the model.
         train, rollout: the sharding of the model's largest parameter in the trainer and in the engines, which stands
             for the rest.
-        itemsize: bytes per element on the wire.
+        itemsize: bytes per element as it is sent.
     """
     try:
         model = describe(config, itemsize=itemsize)
@@ -134,11 +138,13 @@ def _sharding(better: Better) -> str:
 
 
 def _wider(model: Model, train: MeshLayout, tp: int) -> Iterator[tuple[int, int]]:
-    """Yield engines with more tensor parallelism than now: the bytes that the worst rank would receive, and the TP
-    size.
+    """Yield a pair for each larger tensor-parallel size of the engines that fits: the bytes that the rank which
+    receives the most would receive, and that size.
 
     Args:
-        tp: the TP size now.
+        model: the parameters to move.
+        train: the training layout.
+        tp: the engines' tensor-parallel size now.
     """
     for wider in range(2 * tp, train.world + 1, tp):
         if train.world % wider == 0:
@@ -147,8 +153,8 @@ def _wider(model: Model, train: MeshLayout, tp: int) -> Iterator[tuple[int, int]
 
 
 def _worst(model: Model, source: MeshLayout, target: MeshLayout, ranks_per_node: int = 0) -> tuple[int, int]:
-    """Return the bytes of the rank that receives the most, and the bytes of the rank that sends the most. If there are
-    many ranks, a sample of `SAMPLE` ranks is planned."""
+    """Return the bytes of the rank that receives the most, and the bytes of the rank that sends the most, in a sync
+    from one layout to another. If there are many ranks, only a sample of `SAMPLE` ranks is planned."""
     world = source.world
     ranks: Sequence[int] = range(world)
     if world > SAMPLE:
@@ -158,11 +164,11 @@ def _worst(model: Model, source: MeshLayout, target: MeshLayout, ranks_per_node:
 
 
 def _engines(tp: int, world: int) -> MeshLayout:
-    """Return the layout of engines of this TP size on all ranks."""
+    """Return the layout of engines with this tensor-parallel size, as many as `world` ranks hold."""
     return MeshLayout(tp=tp).over(world).served()
 
 
 def _pieces(sharding: Sharding) -> int:
-    """Return the number of different pieces into which a parameter is cut."""
+    """Return the number of different parts into which a parameter is cut; ranks that hold the same part count once."""
     found = sharding.pieces()
     return len(np.unique(found[found >= 0]))

@@ -17,18 +17,19 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Fields: TypeAlias = Mapping[str, Any]
-"""The content of a transformers config, as of a config.json."""
+"""The content of a transformers config (a config.json) as a mapping from field names to values."""
 LAYER = "model.layers.{}."
 """The name of a layer's module, before the names of its parameters; `{}` stands for the layer's number."""
 
 
 def describe(config: PretrainedConfig | Fields, *, name: str = "", itemsize: int = 2) -> Model:
-    """Return the parameters of the model that transformers 5 builds from a config, as they lie in memory.
+    """Return the names and shapes of the parameters of the model that transformers 5 builds from a config, as they lie
+    in memory.
 
     Args:
         config: a transformers config, or the content of a config.json with all its fields.
         name: the model's name for output; by default its `model_type`.
-        itemsize: bytes per element on the wire.
+        itemsize: bytes per element as it is sent in a weight sync.
 
     Raises:
         ConfigError: the architecture is not known here, or a field is missing.
@@ -54,7 +55,7 @@ def _causal_lm(c: Fields, **traits: bool) -> tuple[Parameter, ...]:
 
     Args:
         c: the fields of the config.
-        traits: what the config does not say, see `ARCHITECTURES`.
+        traits: the keyword arguments of `_layers`, such as `qkv_bias`, which the config does not say.
     """
     tied = bool(c.get("tie_word_embeddings"))
     embedding = Parameter(
@@ -120,14 +121,20 @@ def _attention(c: Fields, *, qkv_bias: bool, o_bias: bool, head_norms: bool) -> 
 
 
 def _norms(c: Fields) -> list[Parameter]:
-    """Return the two norms of all layers."""
+    """Return the parameters of the two norms that every layer has."""
     layers = range(c["num_hidden_layers"])
     names = ("input_layernorm", "post_attention_layernorm")
     return [Parameter(name=f"{LAYER}{n}.weight", shape=(c["hidden_size"],), layers=layers) for n in names]
 
 
 def _mlp(c: Fields, layers: Sequence[int], *, bias: bool) -> list[Parameter]:
-    """Return the parameters of the dense MLPs, for the layers with these numbers."""
+    """Return the parameters of the dense MLPs of some layers.
+
+    Args:
+        c: the fields of the config.
+        layers: the numbers of the layers that have a dense MLP.
+        bias: whether the MLP's linear layers have a bias.
+    """
     hidden, inner = c["hidden_size"], c["intermediate_size"]
     gate = Parameter(
         name=f"{LAYER}mlp.gate_proj.weight",
@@ -145,8 +152,12 @@ def _mlp(c: Fields, layers: Sequence[int], *, bias: bool) -> list[Parameter]:
 
 
 def _experts(c: Fields, layers: Sequence[int]) -> list[Parameter]:
-    """Return the parameters of the mixture of experts, for the layers with these numbers: the router and the fused
-    experts."""
+    """Return the parameters of the mixture of experts of some layers: the router and the fused experts.
+
+    Args:
+        c: the fields of the config.
+        layers: the numbers of the layers that have experts.
+    """
     hidden, inner, experts = c["hidden_size"], c["moe_intermediate_size"], c["num_experts"]
     of = {"layers": layers, "depth": c["num_hidden_layers"]}
     expert = of | {"expert_dim": 0, "unit": "intermediate rows of each expert"}
@@ -164,7 +175,8 @@ def _layers(c: Fields, *, qkv_bias: bool = False, head_norms: bool = False, expe
 
     Args:
         c: the fields of the config.
-        qkv_bias, head_norms: as in `_attention`.
+        qkv_bias: whether q_proj, k_proj and v_proj have a bias, even if the config's `attention_bias` is not set.
+        head_norms: whether queries and keys are normalised per head (q_norm and k_norm).
         experts: whether the architecture has mixture-of-experts layers.
     """
     numbers, bias = range(c["num_hidden_layers"]), bool(c.get("attention_bias"))
@@ -183,8 +195,8 @@ ARCHITECTURES: Mapping[str, Mapping[str, bool]] = {
     "gemma": {},
     "qwen3_moe": {"head_norms": True, "experts": True},
 }
-"""The known values of transformers' `model_type`, with the traits of their layers that the config does not say. Gemma
-is built like Llama, with a head size of its own and tied embeddings."""
+"""The known values of transformers' `model_type`, each with the keyword arguments of `_layers` that the config does not
+say. Gemma is built like Llama, with a head size of its own and tied embeddings."""
 
 
 def _shape(kind: str, hidden: int, inner: int, layers: int, heads: int, kv: int, vocab: int, **more: object) -> Fields:

@@ -1,5 +1,5 @@
-"""The command `trlx-hybrid reshard-plan`, which estimates the cost of a weight sync between two layouts from a model's
-config alone, before any GPU is requested."""
+"""The command `trlx-hybrid reshard-plan`, which estimates the cost of a weight sync between two layouts (how trainer
+and engines shard the parameters) from a model's config alone, before any GPU is requested."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ TRAIN_KEYS = ("dp", "fsdp", "tp", "pp")
 ROLLOUT_KEYS = ("dp", "tp", "pp", "ep")
 EPILOG = "example: trlx-hybrid reshard-plan --model 7b --train fsdp=4 --rollout tp=2"
 SHADES = " .:-=+*#%@"
-"""The characters of the picture of traffic, from nothing to the most."""
+"""The characters of the picture that shows how many bytes each rank receives from each other, from no bytes to the
+most."""
 WIDEST = 16
-"""The largest number of ranks that are listed one by one. With more ranks, a row of the picture stands for several."""
+"""The largest number of ranks that the report lists one by one. With more ranks, a row of the picture of traffic stands
+for several."""
 COLUMNS = ("receives", "minimum", "sends", "minimum sent", "already local", "zero padding", "from other nodes")
-"""The headings of the table."""
+"""The headings of the report's table of bytes per rank."""
 FIELDS = ("receives", "floor", "sends", "send_floor", "local_copy", "zero", "inter_receives")
-"""The fields of a rank that the table's columns show, without the suffix `_bytes`."""
+"""The fields of `Forecast.ranks` that the table's columns show, without the suffix `_bytes`."""
 WIDTHS = [max(11, len(name)) for name in COLUMNS]
 
 
@@ -80,7 +82,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the estimate, as text or as JSON.
+    """Run `trlx-hybrid reshard-plan`: print the estimated cost of a weight sync, as text or as JSON.
 
     Args:
         options: the parsed options of the command.
@@ -119,7 +121,7 @@ def load(given: str, itemsize: int = 2) -> Model:
 
     Args:
         given: the value of `--model`.
-        itemsize: bytes per element on the wire.
+        itemsize: bytes per element as it is sent in a weight sync.
 
     Raises:
         ConfigError: there is no such file or size, or it describes no known model.
@@ -151,12 +153,12 @@ def load(given: str, itemsize: int = 2) -> Model:
 
 
 def parsed(text: str, flag: str, keys: tuple[str, ...]) -> dict[str, Any]:
-    """Parse a layout such as `fsdp=4,tp=2` into its sizes.
+    """Parse a layout such as `fsdp=4,tp=2` into its sizes by name.
 
     Args:
         text: the layout.
         flag: the option that it was given for, for messages.
-        keys: the sizes that the option accepts.
+        keys: the names of sizes that the option accepts.
 
     Raises:
         ConfigError: a part is wrong; names it and the flag.
@@ -226,12 +228,14 @@ def gigabytes(count: int) -> str:
 def report(
     model: Model, source: MeshLayout, target: MeshLayout, found: Forecast, better: Sequence[Better], network: float
 ) -> str:
-    """Return the whole report as text.
+    """Return the whole report of `trlx-hybrid reshard-plan` as text.
 
     Args:
+        model: the parameters that are moved.
         source, target: the layouts before and after.
         found: the estimate.
-        better: the layouts that `alternatives` returned.
+        better: the layouts that `alternatives` returned: the present training layout, then a better one, if there is
+            one.
         network: the bandwidth between nodes in GB/s per rank.
     """
     head = (
@@ -262,7 +266,7 @@ def report(
 
 
 def _table(found: Forecast) -> Iterator[str]:
-    """Yield the lines of the table of bytes per rank."""
+    """Yield the lines of the report's table of bytes per rank."""
     yield "rank        " + "  ".join(map(str.rjust, COLUMNS, WIDTHS))
     for rank in found.ranks[:WIDEST]:
         yield _row(str(rank["rank"]), [rank[f"{field}_bytes"] for field in FIELDS])
@@ -299,7 +303,11 @@ def _picture(traffic: Ints) -> Iterator[str]:
 
 
 def _advice(better: Sequence[Better]) -> Iterator[str]:
-    """Yield the lines that suggest another training layout."""
+    """Yield the lines of the report that suggest another training layout.
+
+    Args:
+        better: the present training layout, then a better one, if there is one.
+    """
     now = better[0]
     if len(better) == 1:
         yield "suggestion  none: no other choice of shard dimensions transfers less"

@@ -1,5 +1,5 @@
-"""The forecast of a weight sync between two layouts: for every rank the bytes, the least possible, the extra memory and
-a time."""
+"""The forecast of a weight sync between two layouts (how trainer and engines shard the parameters): for every rank the
+bytes, the least possible, the extra memory and a time."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from ..sharding import Ints
 NVLINK = 322e9
 """Bytes per second that each of 4 H200 received in an all-to-all."""
 NETWORK = 50e9
-"""Bytes per second and rank between nodes: one 400 Gb/s port for each GPU."""
+"""Bytes per second that each rank is assumed to send, and to receive, between nodes: one 400 Gb/s port for each GPU."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Forecast:
-    """The forecast of a reshard between two layouts.
+    """The forecast of a weight sync between two layouts.
 
     Attributes:
-        ranks: for each rank a dictionary: its number (`rank`), its bytes (`RankPlan.totals`), how many of them cross
-            nodes (`inter_receives_bytes`, `inter_sends_bytes`), and the time of its busiest link (`seconds`).
+        ranks: for each rank a dictionary: its number (`rank`), its bytes (the entries of `RankPlan.totals`), how many
+            of them cross nodes (`inter_receives_bytes`, `inter_sends_bytes`), and the time of its busiest link
+            (`seconds`).
         busiest: the number of the rank that receives the most.
-        kinds: the bytes of the busiest rank, for each kind of parameter (`Parameter.kind`).
+        kinds: the bytes of the busiest rank, one dictionary for each kind of parameter (`Parameter.kind`): its name
+            (`kind`) and the entries of `RankPlan.totals`.
         traffic: the bytes that the row's rank receives from the column's rank, int64 of shape (ranks, ranks).
         nodes: the number of nodes.
         peak_bytes: the extra memory of the worst rank in bytes, with two buffers.
@@ -46,24 +48,25 @@ class Forecast:
 
     @property
     def seconds(self) -> float:
-        """The time of the busiest link of all ranks in seconds, without latencies and packing."""
+        """The estimated time of the sync in seconds: that of the busiest link of all ranks, without latencies and
+        packing."""
         return float(max(rank["seconds"] for rank in self.ranks))
 
     @property
     def inter_node_bytes(self) -> int:
-        """The bytes between nodes, over all ranks."""
+        """The bytes that a sync sends between nodes, over all ranks."""
         return sum(rank["inter_receives_bytes"] for rank in self.ranks)
 
     @property
     def intra_node_bytes(self) -> int:
-        """The bytes within nodes, over all ranks."""
+        """The bytes that a sync sends from rank to rank within nodes, over all ranks."""
         return int(self.traffic.sum()) - self.inter_node_bytes
 
 
 def forecast(
     model: Model, source: ModelSharding, target: ModelSharding, *, ranks_per_node: int = 0, network: float = NETWORK
 ) -> Forecast:
-    """Plan every rank and add up the results.
+    """Plan the transfers of every rank for a weight sync between two layouts, and add up the bytes and times.
 
     Args:
         model: the parameters to move.
@@ -73,7 +76,8 @@ def forecast(
         network: the bytes per second that a rank receives, and sends, between nodes.
 
     Raises:
-        ConfigError: see `plan.plan`.
+        ConfigError: the layouts differ in their number of ranks, a size does not divide a parameter, or no rank holds
+            some of the elements that another needs.
     """
     node = nodes_of(source.world, ranks_per_node)
     traffic = np.zeros((source.world, source.world), dtype=np.int64)

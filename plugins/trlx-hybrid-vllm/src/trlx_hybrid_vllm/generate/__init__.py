@@ -1,1 +1,1 @@
-"""Requests for completions: their conversion for vLLM, and streams of them while the engine steps."""
+"""Streams of requests to an in-process engine, and records of the ids that each token is sampled from."""

@@ -1,4 +1,4 @@
-"""Streams of requests that come and go while the engine steps, of one rank or of all ranks that run an engine."""
+"""Streams, to which requests can be added while the engine decodes others, for engines on one rank or on several."""
 
 from __future__ import annotations
 
@@ -23,7 +23,15 @@ if TYPE_CHECKING:
 
 
 class EngineStream:
-    """A stream of one rank's own engine; the arguments are those of `Stepper`.
+    """A stream of requests to an engine that runs on one rank: requests can be added while others are being decoded.
+
+    Args:
+        llm: vLLM's LLM.
+        params: arguments of `SamplingParams` that all requests share.
+        adapter: the LoRARequest with which all requests are sampled, or None.
+        routing: records the experts of the tokens, where completions are to name them and vLLM does not return them.
+        graphs: CUDA graphs of the part of a decode step that follows the model's layers, where the engine has them.
+        support: collects the ids that each token is sampled from, where completions are to name them.
 
     Attributes:
         shared: whether several ranks run the engine, and must step together.
@@ -52,7 +60,7 @@ class EngineStream:
 
     @property
     def prompt_tokens(self) -> int:
-        """The number of prompt tokens that the requests have whose prompt was read."""
+        """The number of prompt tokens, cached or not, of all requests whose prompt was read."""
         return self._stepper.prompt_tokens
 
     def add(self, request: Request) -> int:
@@ -70,14 +78,14 @@ class EngineStream:
             self._stepper.abort(request_id)
 
     def step(self, more: bool) -> tuple[list[tuple[int, Completion]], bool]:
-        """Run one step of the engine core.
+        """Run one step of vLLM's engine core, if any request is unfinished.
 
         Args:
             more: whether the caller has requests that are unfinished or not added yet.
 
         Returns:
-            The key and the completion of each request that finished in this step, and `more` unchanged; where several
-            ranks share the engine, the second is whether any of them has more.
+            The key and the completion of each request that finished in this step; and `more` unchanged, or, where
+            several ranks run the engine, whether `more` is true on any of them.
         """
         return self._step() if self._ids else [], more
 
@@ -94,7 +102,7 @@ class EngineStream:
 
     @contextmanager
     def open(self) -> Iterator[EngineStream]:
-        """Prepare the engine for the stream's requests, and clean up afterwards; what is unfinished then is aborted."""
+        """Prepare the engine for the stream's requests; when the context ends, abort the unfinished ones."""
         try:
             with self._stepper.open():
                 yield self
@@ -118,13 +126,18 @@ _HAS_EVENTS, _HAS_MORE, _GAVE_UP = range(3)
 class ReplicaStream(EngineStream):
     """A stream for one engine that several ranks run, each rank with its own requests.
 
-    Before a step the ranks exchange three flags each, and events (requests to add or abort) only where a flag announces
-    some. Events are applied in the order of the ranks, so every rank's scheduler sees the same requests. Each request
-    carries its own seed, so random numbers that a rank draws elsewhere do not matter. A rank whose requests have
-    finished keeps stepping until no rank has any.
+    Before a step, each rank sends three flags to the others, and events (requests to add or abort) only if a flag
+    announces some. Events are applied in the order of the ranks, so every rank's scheduler sees the same requests. Each
+    request carries its own seed, so random numbers that a rank draws elsewhere do not matter. A rank whose requests
+    have finished keeps stepping until no rank has any.
 
     Args:
-        group: the ranks that run the engine. The other arguments are those of `EngineStream`.
+        llm: vLLM's LLM.
+        params: arguments of `SamplingParams` that all requests share.
+        adapter: the LoRARequest with which all requests are sampled, or None.
+        group: the ranks that run the engine.
+        routing: records the experts of the tokens, where completions are to name them and vLLM does not return them.
+        support: collects the ids that each token is sampled from, where completions are to name them.
     """
 
     shared = True
@@ -147,7 +160,10 @@ class ReplicaStream(EngineStream):
         self._over = False
 
     def add(self, request: Request) -> int:
-        """Queue a request, which the next step adds on every rank, and return its key on this rank."""
+        """Queue a request, which the next step adds on every rank, and return its key.
+
+        The key is a number by which this rank's `step` returns the request's completion.
+        """
         key, self._given = self._given, self._given + 1
         self._events.append((key, request))
         return key
@@ -163,7 +179,8 @@ class ReplicaStream(EngineStream):
             more: whether this rank has requests that are unfinished or not added yet.
 
         Returns:
-            The key and the completion of each request of this rank that finished, and whether any rank has more.
+            The key and the completion of each request of this rank that finished, and whether `more` is true on any
+            rank.
         """
         anyone = self._exchange(more)
         finished = self._step() if self._ids else []
@@ -176,7 +193,7 @@ class ReplicaStream(EngineStream):
         return bool(self._ids or self._events)
 
     def _exchange(self, more: bool, gave_up: bool = False) -> bool:
-        """Exchange the added and aborted requests of all ranks and apply them; return whether any rank has more.
+        """Exchange the added and aborted requests of all ranks, and apply them; return whether `more` is true anywhere.
 
         Args:
             more: whether this rank has requests that are unfinished or not added yet.
@@ -221,9 +238,9 @@ class ReplicaStream(EngineStream):
 
     @contextmanager
     def open(self) -> Iterator[EngineStream]:
-        """Prepare the engine for the stream's requests, and clean up afterwards.
+        """Prepare the engine for the stream's requests; when the context ends, abort unfinished requests and clean up.
 
-        A rank that leaves before all have finished tells the others, which would wait for it.
+        A rank that leaves before the requests of all ranks have finished tells the others, which would wait for it.
         """
         try:
             with super().open():

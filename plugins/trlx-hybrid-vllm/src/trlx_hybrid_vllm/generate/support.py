@@ -1,9 +1,9 @@
-"""Collectors of the ids that vLLM samples each token from, which top-k, top-p and min-p leave of the vocabulary.
+"""Collectors of the ids that vLLM samples each token from: what top-k, top-p and min-p leave of the vocabulary.
 
-Completions name them in `Completion.support`, so that log-probs are computed over the same ids.
+Completions carry the ids in `Completion.support`, so that the trainer computes log-probs over these ids only.
 
-On GPUs vLLM returns the ids (`return_sampling_mask`), with its second model runner, which needs Triton. On CPUs the
-first one runs, and `CapturedIds` reads them from its sampler.
+On GPUs vLLM returns the ids (`return_sampling_mask`), with its second model runner, which needs Triton. On CPUs its
+first model runner runs, and `CapturedIds` reads the ids from the sampler's log-probs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class KeptIds:
         name: turns vLLM's internal id of a request into the name by which `take` asks for it; by default the id itself.
 
     Attributes:
-        forbidden: ids that a bias forbids, which vLLM does not leave out by itself.
+        forbidden: ids that a logit bias forbids; vLLM returns them among the others, and they are left out here.
     """
 
     def __init__(self, vocabulary: int, name: Callable[[str], str] = str) -> None:
@@ -49,7 +49,7 @@ class KeptIds:
         self.forbidden = forbidden
 
     def close(self) -> None:
-        """Drop the ids that nobody took, those of aborted requests, after the last request."""
+        """Drop the ids of all requests, such as aborted ones, that nobody took; called after the last request."""
         self._words.clear()
 
     def returned(self, request_id: str, prompt_tokens: int, ids: Ids) -> None:
@@ -74,8 +74,8 @@ class KeptIds:
         """Return the ids that a finished request's tokens were sampled from, and drop the record.
 
         Args:
-            request_id: the request's name, see the class's `name`.
-            prompt_tokens: how many tokens the prompt has, as in `returned`.
+            request_id: the request's name: what the constructor's `name` makes of vLLM's internal id.
+            prompt_tokens: how many tokens the prompt has, the number that `returned` was given.
             tokens: how many tokens were sampled.
 
         Raises:
@@ -94,12 +94,13 @@ class KeptIds:
 class CapturedIds(KeptIds):
     """Collects the ids that each token was sampled from, where vLLM does not return them.
 
-    It reads them from the log-probs that vLLM's sampler computes after all processing, which are minus infinity for ids
-    that are left out. So vLLM must compute log-probs.
+    The ids come from the log-probs that vLLM's sampler computes after all processing, which are minus infinity for ids
+    that top-k and the like leave out. So vLLM must compute log-probs.
 
     Args:
         runner: vLLM's model runner, in this process.
-        vocabulary, name: the arguments of `KeptIds`.
+        vocabulary: the size of the vocabulary that vLLM samples from.
+        name: turns vLLM's internal id of a request into the name by which `take` asks for it; by default the id itself.
     """
 
     def __init__(self, runner: Any, vocabulary: int, name: Callable[[str], str] = str) -> None:
@@ -127,7 +128,7 @@ class CapturedIds(KeptIds):
 
 
 class ReturnedIds:
-    """Collects the ids that each token was sampled from, where vLLM returns them with the token.
+    """Collects the ids that each token was sampled from, for a server whose vLLM returns them with each token.
 
     Args:
         llm: vLLM's `AsyncLLM`.
@@ -142,8 +143,8 @@ class ReturnedIds:
         """Prepare for a request.
 
         Args:
-            request_id: as vLLM is given it.
-            forbidden: ids that a bias forbids; the same for all requests of a rollout.
+            request_id: the request's id, as vLLM is given it.
+            forbidden: ids that a logit bias forbids, the same ids for all requests of a rollout.
         """
         self._live.add(request_id)
         self._kept.open(forbidden)
@@ -152,7 +153,7 @@ class ReturnedIds:
         """Return the ids that the tokens of a finished request were sampled from, and drop them here.
 
         Args:
-            request_id: as vLLM is given it.
+            request_id: the request's id, as vLLM is given it.
             prompt_tokens: how many tokens the prompt has; not used.
             tokens: how many tokens were sampled.
 
@@ -162,15 +163,15 @@ class ReturnedIds:
         return self._kept.take(request_id, 0, tokens)
 
     def close(self, request_id: str) -> None:
-        """Drop the ids of a request, also of one that was aborted."""
+        """Drop the ids recorded for a request that has finished or was aborted."""
         self._live.discard(request_id)
         self._kept.forget_but(self._live)
 
 
 class WorkersIds:
-    """Collects the ids that each token was sampled from, where vLLM does not return them.
+    """Collects the ids that each token was sampled from, for a server whose vLLM does not return them.
 
-    vLLM's workers keep the ids (`ServedWorker`) until they are asked when a request has finished.
+    The server's workers record the ids (`ServedWorker`), and are asked for them when a request has finished.
 
     Args:
         llm: vLLM's `AsyncLLM`.
@@ -182,16 +183,26 @@ class WorkersIds:
         self._told: list[int] | None = None
 
     async def open(self, request_id: str, forbidden: Sequence[int]) -> None:
-        """Prepare for a request: let the workers keep ids, if they do not yet; arguments as in `ReturnedIds`."""
+        """Prepare for a request: let the workers record ids, if they do not yet.
+
+        Args:
+            request_id: the request's id, as vLLM is given it.
+            forbidden: ids that a logit bias forbids, the same ids for all requests of a rollout.
+        """
         self._live.add(request_id)
         if self._told != list(forbidden):
             await self._llm.collective_rpc("served_keep", args=(list(forbidden),))
             self._told = list(forbidden)
 
     async def take(self, request_id: str, prompt_tokens: int, tokens: int) -> Support:
-        """Ask the workers for the ids that a finished request's tokens were sampled from; see `ReturnedIds`.
+        """Return the ids that a finished request's tokens were sampled from, as the workers recorded them.
 
-        Every worker of an engine knows them, so the first one's answer is taken.
+        Every worker of an engine has recorded all ids, so the first worker's are returned.
+
+        Args:
+            request_id: the request's id, as vLLM is given it.
+            prompt_tokens: how many tokens the prompt has.
+            tokens: how many tokens were sampled.
         """
         given = request_id, prompt_tokens, tokens, sorted(self._live)
         words, bounds = (await self._llm.collective_rpc("served_kept", args=given))[0]
@@ -203,4 +214,4 @@ class WorkersIds:
 
 
 ServedIds = ReturnedIds | WorkersIds
-"""The collector of ids: of those that vLLM returns, or of those that its workers keep."""
+"""A server's collector of the ids that each token is sampled from: vLLM returns the ids, or its workers record them."""

@@ -1,4 +1,4 @@
-"""All that this plugin uses of vLLM beyond its documented names, and how it replaces parts of it.
+"""All code of this plugin that uses undocumented names of vLLM, or replaces parts of vLLM.
 
 The rest of the plugin uses `DOCUMENTED` only; `tests/test_vllm_names.py` holds it to that. Each module here declares in
 `PATCHES` what it replaces, and `docs/vllm.md` is the table of these declarations.
@@ -95,11 +95,13 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 
 def may_replace(subject: str, apart: Callable[[], float], bound: float) -> bool:
-    """Run a kernel of ours once, and return whether it may replace vLLM's on this machine; log if it may not.
+    """Run one of this plugin's kernels once, and return whether it may replace vLLM's kernel on this machine.
+
+    It may if it runs and its result is close enough. Otherwise a warning is logged.
 
     Args:
         subject: what the kernel computes, with its verb ("log-probs are"), for the log message.
-        apart: runs the kernel, and returns by how much its result differs from vLLM's.
+        apart: a function that runs the kernel, and returns by how much its result differs from vLLM's.
         bound: the largest difference that is allowed.
     """
     try:

@@ -1,9 +1,9 @@
-"""Linear layers with one adapter: one product computes the base's weight and A, and one kernel adds B.
+"""Linear layers with one LoRA adapter in two kernels: one product gives x·Wᵀ and x·Aᵀ, and one kernel adds B's share.
 
 vLLM 0.31 serves many adapters at once. Beside x·Wᵀ, it clears a buffer, computes x·Aᵀ into it, and adds the product of
 that with Bᵀ: three kernels a layer, 10 µs. These are 1.14 of the 3.56 ms that an H200 takes for a decode step of 40
 rows (Qwen2's shape of 1.5B with rank 16, a CUDA profile). A policy has one adapter. Here, its A lies right under W, in
-spare rows of the same memory, which add about 1%; so one product gives both, and one kernel adds B.
+spare rows of W's memory, which add about 1%; so one product gives both, and one kernel adds (x·Aᵀ)·Bᵀ.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ PATCHES = (
 )
 
 LARGEST = 64
-"""The largest adapter rank for which this is used. Above it, A's rows are no longer few beside the weight's."""
+"""The largest adapter rank for which A is kept under the weight. Above it, A's rows are no longer few beside W's."""
 PARTS = 4
 """The largest number of modules that a fused layer may consist of, each with its own A and B; Mamba's have more."""
 MULTIPLE = 16
-"""The number to a multiple of which the rows for A are rounded up, so that a product's rows begin at 32-byte steps."""
+"""The number of spare rows for A is rounded up to a multiple of this, so that a product's rows are 32-byte aligned."""
 ROWS = 64
-"""Rows of a weight that one program of the kernel computes."""
+"""The number of a weight's rows that one program of the Triton kernel computes."""
 PLAIN = (ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear, ReplicatedLinear)
 """Classes of vLLM's layers that compute x·Wᵀ and nothing else of their own, and so can be replaced."""
 ROUNDING = 2**-8
@@ -70,9 +70,9 @@ def adapted_linear(x: Tensor, weight: Tensor, b: Tensor, sizes: list[int], bias:
 
     Args:
         x: (..., columns).
-        weight: (rows + spare, columns), W with A under it. A layer that fuses several parts, each with its own adapter,
-            has one A under the other.
-        b: (rows, rank).
+        weight: (rows + spare, columns), W with A in the spare rows under it. A layer that fuses several parts, each
+            with its own A, has one A under the other.
+        b: (rows, rank), scaling * B.
         sizes: rows of each part of a fused layer; their sum is `rows`.
         bias: (rows,).
 
@@ -92,7 +92,10 @@ direct_register_custom_op("adapted_linear", adapted_linear, fake_impl=_shape_of,
 
 
 def with_b_in_torch(product: Tensor, b: Tensor, sizes: list[int], bias: Tensor | None) -> Tensor:
-    """Compute in torch, in any dtype and on any device, what `with_b` computes with a Triton kernel."""
+    """Add the adapter's and the bias's share to a layer's output: x·Wᵀ + (x·Aᵀ)·Bᵀ + bias, in torch.
+
+    For any dtype and device; `with_b` is the Triton version, with the same arguments and result.
+    """
     base, low = product[:, : len(b)], product[:, len(b) :]
     its = torch.split(base if bias is None else base + bias, sizes, 1), torch.split(low, b.shape[1], 1)
     parts = zip(*its, torch.split(b, sizes), strict=False)  # the last A may be followed by spare rows
@@ -102,7 +105,7 @@ def with_b_in_torch(product: Tensor, b: Tensor, sizes: list[int], bias: Tensor |
 def with_b(product: Tensor, b: Tensor, sizes: list[int], bias: Tensor | None) -> Tensor:
     """Add the adapter's and the bias's share to a layer's output: x·Wᵀ + (x·Aᵀ)·Bᵀ + bias, in one Triton kernel.
 
-    It sums in float32.
+    The kernel sums in float32.
 
     Args:
         product: (tokens, rows + spare), x·Wᵀ and beside it x·Aᵀ for each part of a fused layer.
@@ -181,9 +184,9 @@ def runs_here() -> bool:
 
 @functools.cache
 def _apart(device: torch.device) -> float:
-    """Return the largest relative difference between the results of `with_b` and torch's, on random numbers.
+    """Return the largest relative difference between the results of `with_b` and of torch, on random numbers.
 
-    It tries few, some and many tokens, with one and several parts, with a bias and without.
+    Tried are few, some and many tokens, layers of one and of several parts, with and without a bias.
     """
     generator = torch.Generator(device).manual_seed(0)
     largest = 0.0
@@ -201,15 +204,13 @@ def _apart(device: torch.device) -> float:
 
 
 class Joined:
-    """A mixin for vLLM's class of an adapted layer that computes with `adapted_linear`.
-
-    vLLM's slots are the tensors in which it keeps an adapter's A and B.
+    """A mixin for vLLM's classes of LoRA layers, which keeps A under the weight and computes with `adapted_linear`.
 
     Attributes:
-        joined_weight: the argument `weight` of `adapted_linear`. Its first rows are the layer's weight, the others are
-            vLLM's slots of A.
-        joined_b: the argument `b`, whose parts are vLLM's slots of B.
-        joined_sizes: the argument `sizes`.
+        joined_weight: (rows + spare, columns). The first rows are the layer's weight, the others hold the adapter's A:
+            they are the tensors (slots) into which vLLM writes A.
+        joined_b: (rows, rank), the memory of vLLM's slots of B.
+        joined_sizes: rows of each part of a fused layer.
     """
 
     joined_weight: Tensor
@@ -222,22 +223,27 @@ class Joined:
         return operator(x, self.joined_weight, self.joined_b, self.joined_sizes, bias)
 
     def reset_lora(self, index: int) -> None:
-        """Zero A, B and the spare rows under the weight. vLLM calls this; `index` is always that of the one adapter."""
+        """Zero A, B and the spare rows under the weight. vLLM calls this when it sets or removes an adapter.
+
+        Args:
+            index: the place of the adapter among vLLM's; always 0, as there is one adapter.
+        """
         self.joined_weight[len(self.joined_b) :].zero_()
         self.joined_b.zero_()
 
 
 @contextmanager
 def adapters_under_weights(rank: int | None) -> Iterator[bool]:
-    """Make an engine that is built inside compute weight and A of its adapted layers in one product (`Joined`).
+    """Make an engine that is built inside this context compute x·Wᵀ and x·Aᵀ of its LoRA layers in one product.
 
-    Layers of other kinds, such as quantised ones, stay vLLM's.
+    Its plain linear layers become `Joined`; layers of other kinds, such as quantised ones, stay vLLM's.
 
     Args:
-        rank: the rank of vLLM's slots; None for an engine whose slots are not for exactly one adapter.
+        rank: the rank for which vLLM allocates A and B; None for an engine without adapters or with several.
 
     Yields:
-        Whether layers will be `Joined`.
+        Whether layers will be `Joined`: not above the rank `LARGEST`, nor where the Triton kernel does not run, nor in
+        vLLM's dual-stream and batch-invariant modes.
     """
     otherwise = envs.VLLM_LORA_ENABLE_DUAL_STREAM or envs.VLLM_BATCH_INVARIANT
     if rank is None or rank > LARGEST or otherwise or not runs_here():
@@ -253,10 +259,10 @@ def adapters_under_weights(rank: int | None) -> Iterator[bool]:
 
 
 def clear_adapters(model: torch.nn.Module) -> None:
-    """Zero the adapter slots of all `Joined` layers, after a sleep that freed the weights' memory.
+    """Zero A and B in all `Joined` layers, after a sleep that freed the memory of the weights and of A and B.
 
-    The memory then holds arbitrary bits, and every request is computed with it. An engine that holds an adapter gets it
-    from the weight sync before it samples, but no weight sync fills the slots of other engines.
+    The memory holds arbitrary bits after waking, and every request is computed with A and B, adapter or not. Where an
+    adapter is registered, the next weight sync writes it, but nothing writes A and B of an engine without one.
     """
     for module in model.modules():
         if isinstance(module, Joined):
@@ -264,7 +270,7 @@ def clear_adapters(model: torch.nn.Module) -> None:
 
 
 def with_spare_rows(rank: int) -> Callable[..., None]:
-    """Return a version of vLLM's `create_weights` that allocates spare rows under each weight, for the adapter's A."""
+    """Return a version of vLLM's `create_weights` that allocates spare rows under each weight, for A of this rank."""
     plain = UnquantizedLinearMethod.create_weights
 
     @functools.wraps(plain)
@@ -289,9 +295,10 @@ def spare_rows(parts: int, rank: int) -> int:
 
 
 def joining(plain: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    """Return a version of vLLM's `from_layer` (`plain`) that also calls `join` on the layer.
+    """Return a version of vLLM's `from_layer` that also makes the layer compute with its A under its weight (`join`).
 
-    vLLM's function wraps a layer for LoRA and allocates its slots.
+    Args:
+        plain: vLLM's own function, which wraps a layer for LoRA and allocates its A and B.
     """
 
     @functools.wraps(plain)
@@ -305,7 +312,10 @@ def joining(plain: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Mod
 
 
 def join(layer: BaseLinearLayerWithLoRA) -> None:
-    """Make one of vLLM's LoRA layers `Joined`, in place, unless its weight is quantised or has no spare rows."""
+    """Move A of one of vLLM's LoRA layers under its weight, and make the layer's class a `Joined` one, in place.
+
+    Does nothing if the weight is quantised or has no spare rows.
+    """
     base, slots_a, slots_b = layer.base_layer, layer.lora_a_stacked, layer.lora_b_stacked
     weight, (*_, rank, columns) = base.weight.data, slots_a[0].shape
     rows, spare, sizes = len(weight), spare_rows(len(slots_a), rank), [b.shape[2] for b in slots_b]
@@ -327,7 +337,7 @@ def join(layer: BaseLinearLayerWithLoRA) -> None:
 
 
 def beside_slots(layer: BaseLinearLayerWithLoRA) -> list[Tensor]:
-    """Return what must stay zero in a `Joined` layer beside its slots: the spare rows that A leaves, if any."""
+    """Return the spare rows under a `Joined` layer's weight that A does not fill, which must stay zero; [] if none."""
     if not isinstance(layer, Joined):
         return []
     rows, rank = layer.joined_b.shape

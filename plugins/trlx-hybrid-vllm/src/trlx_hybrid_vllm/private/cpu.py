@@ -1,9 +1,9 @@
 """vLLM's CPU worker, made to behave like the GPU's: weights stay where they were loaded, and sleeping frees memory.
 
-vLLM hands `worker_cls` to its executor by name; this is its public way to replace a worker. The worker builds its model
-with plain PyTorch versions of those layers that would repack their weights or need bf16. These keep the weights as they
-were loaded and compute in the model's dtype. They take one expert and one token after the other, so they are slower
-than vLLM's.
+The engine argument `worker_cls` names this worker; that is vLLM's public way to replace a worker. The worker builds its
+model with plain PyTorch versions of those layers that would repack their weights or need bf16. These versions keep the
+weights as they were loaded and compute in the model's dtype. They are slower than vLLM's: experts are computed one by
+one, and linear attention token by token.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ PATCHES = (
 )
 
 IDENTITY = "VLLM_DIST_IDENT"
-"""The environment variable with the prefix of vLLM's shared-memory names."""
+"""The environment variable whose value vLLM puts in front of the names of its shared memory."""
 MAPS = Path("/proc/self/maps")
 SEGMENTS = "/dev/shm/"
 
@@ -94,9 +94,9 @@ class PlainWeightsCPUWorker(CPUWorker):  # type: ignore[misc]
         """Initialize as vLLM does, but keep `torch.set_num_threads`, and give each job its own shared-memory names.
 
         vLLM would replace `torch.set_num_threads` for the whole process. It names the memory that its ranks share after
-        their rendezvous, which is "env://" in every job of a machine. A second job would fail with errno 17, and so
-        would all later ones where a killed one left the name behind. Ranks of several hosts share no memory: where
-        their names differ, vLLM goes through gloo.
+        their rendezvous address, which is "env://" in every job of a machine. A second job would fail with errno 17,
+        and so would all later ones where a killed job left the name behind. The names made here contain the host's:
+        ranks on several hosts share no memory, and where their names differ, vLLM communicates through gloo.
         """
         set_num_threads, connect = torch.set_num_threads, cpu_worker.init_worker_distributed_environment
 
@@ -138,15 +138,18 @@ class PlainWeightsCPUWorker(CPUWorker):  # type: ignore[misc]
         self.discard(("weights", "kv_cache"))
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Free the memory of the parts that `tags` names, "weights" or "kv_cache", if it is not free yet."""
+        """Free the memory of the parts that `tags` names ("weights", "kv_cache"), unless it is free already."""
         owners = {"weights": list(self.model_runner.model.parameters()), "kv_cache": flat(self.model_runner.kv_caches)}
         freed = getattr(self, "_freed", {})
         self._freed = {tag: _free(owners[tag]) for tag in tags if tag not in freed} | freed
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Allocate freed memory again, that of the parts that `tags` names or of both.
+        """Allocate the freed memory of "weights" or "kv_cache" again.
 
         Floating-point weights are NaN until a sync writes them; the KV cache is zeros.
+
+        Args:
+            tags: the parts to allocate; None for both.
         """
         for tag in tags or ["weights", "kv_cache"]:
             for storage, size in self._freed.pop(tag, []):
@@ -161,7 +164,7 @@ def unlink_segments(identity: str) -> None:
     The memory stays mapped. All ranks must have mapped it before, because it can no longer be found by name.
 
     Args:
-        identity: the prefix of the names.
+        identity: the prefix of the files' names, which this job has for itself.
     """
     for line in MAPS.read_text().splitlines() if MAPS.exists() else ():
         _, _, name = line.partition(SEGMENTS)
@@ -171,9 +174,9 @@ def unlink_segments(identity: str) -> None:
 
 
 def _shared_memory() -> str:
-    """Return the device number of this process's `/dev/shm`, or "" if there is none.
+    """Return the device number of the file system `/dev/shm` that this process sees, or "" if there is none.
 
-    It tells containers of one host apart, which may see different ones.
+    Containers of one host may each have their own `/dev/shm`; the number tells them apart.
     """
     return str(os.stat(SEGMENTS).st_dev) if os.path.isdir(SEGMENTS) else ""
 
@@ -190,9 +193,9 @@ def _free(tensors: list[torch.Tensor]) -> list[tuple[torch.UntypedStorage, int]]
 
 
 def plain_linear(layer: LinearBase, remove_weight: bool) -> None:
-    """Let a linear layer compute with its weight as loaded; takes the place of vLLM's function.
+    """Let a linear layer compute with its weight as loaded; replaces vLLM's `dispatch_cpu_unquantized_gemm`.
 
-    vLLM's would repack the weight for oneDNN, AMX or ZenDNN, and delete the original if `remove_weight`.
+    vLLM's function would repack the weight for oneDNN, AMX or ZenDNN, and delete the original if `remove_weight`.
     """
     layer.cpu_linear = linear
 
@@ -205,10 +208,10 @@ _forward_of_rows: Callable[..., tuple[Tensor, Tensor | None]] = RotaryEmbedding.
 def rotated(
     layer: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Rotate queries and keys, with PyTorch where they have a dimension for heads.
+    """Apply rotary position embeddings to queries and keys; replaces vLLM's `RotaryEmbedding.forward_cpu`.
 
-    vLLM's kernel takes (tokens, width). It turns queries with a dimension for heads, as latent attention has them,
-    wrongly.
+    vLLM's kernel is right for (tokens, width) only. Queries with a dimension for heads, as latent attention has them,
+    are rotated in PyTorch.
     """
     forward: Callable[..., tuple[Tensor, Tensor | None]] = RotaryEmbedding.forward_native
     return (_forward_of_rows if query.dim() == 2 else forward)(layer, positions, query, key)
@@ -274,9 +277,9 @@ def gated(activation: MoEActivation, hidden: Tensor) -> Tensor:
 
 
 def plain_backend(moe_config: FusedMoEConfig) -> tuple[UnquantizedMoeBackend, type[PlainExperts]]:
-    """Return the backend and class with which experts are computed on a CPU; takes the place of vLLM's choice.
+    """Return the backend and class with which experts are computed on a CPU; replaces vLLM's function for the choice.
 
-    For an engine with LoRA slots, vLLM would choose Triton, even on a CPU.
+    For an engine with LoRA, vLLM would choose Triton, even on a CPU.
     """
     return UnquantizedMoeBackend.CPU, PlainExperts
 

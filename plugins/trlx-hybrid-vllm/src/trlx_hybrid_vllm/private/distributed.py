@@ -1,4 +1,4 @@
-"""vLLM's process groups and its communication between processes."""
+"""Access to vLLM's process groups, and to its transfer of weights to other processes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """The ranks that run one engine together.
+    """A replica: the ranks that run one engine together.
 
     Attributes:
         cpu_group: their process group, over gloo.
         world_size: how many ranks there are.
         rank_in_group: this process's rank in the group.
-        owned: True where this class made the group, and vLLM does not know it.
+        owned: True where the group was made here rather than by vLLM, so that `close` must destroy it.
     """
 
     cpu_group: dist.ProcessGroup
@@ -49,7 +49,7 @@ class Replica:
         return cls(own, size, dist.get_rank() % size, owned=True)
 
     def close(self) -> None:
-        """Destroy the group, unless the script has destroyed all of them."""
+        """Destroy the group if it was made here, unless the user's script has destroyed all process groups."""
         if self.owned and dist.is_initialized():
             dist.destroy_process_group(self.cpu_group)
 
@@ -67,16 +67,16 @@ def forget_groups(made_default_group: bool) -> None:
 
 
 def coordinators() -> list[GroupCoordinator]:
-    """Return vLLM's `GroupCoordinator`s of this process, each with the groups of some of an engine's ranks."""
+    """Return vLLM's `GroupCoordinator`s of this process (tensor parallel, pipeline parallel and so on)."""
     from vllm.distributed import parallel_state
 
     return [each for each in vars(parallel_state).values() if isinstance(each, parallel_state.GroupCoordinator)]
 
 
 def forget_queues() -> None:
-    """Drop the shared memory between an engine's ranks, which is unlinked with its object.
+    """Drop the message queues in shared memory between an engine's ranks, and so unlink their memory.
 
-    Otherwise Python's resource tracker would unlink it when the interpreter exits, and warn of a leak.
+    Otherwise Python's resource tracker would unlink the memory when the interpreter exits, and warn of a leak.
     """
     for coordinator in coordinators():
         coordinator.mq_broadcaster = None
@@ -85,7 +85,7 @@ def forget_queues() -> None:
 def device_groups() -> Iterator[dist.ProcessGroup]:
     """Yield vLLM's NCCL groups, for an abort, and remove them from vLLM, which would destroy the groups that it knows.
 
-    It yields none where the script has destroyed all groups, as `accelerator.end_training()` does.
+    Yields nothing where the user's script has destroyed all groups, as `accelerator.end_training()` does.
     """
     for coordinator in coordinators() if dist.is_initialized() else ():
         if not hasattr(coordinator, "device_group"):
@@ -96,7 +96,12 @@ def device_groups() -> Iterator[dist.ProcessGroup]:
 
 
 def layers_of_stages(layers: int, stages: int) -> list[tuple[int, int]]:
-    """Return for each pipeline stage the first of its layers, and the first of the next stage's."""
+    """Return for each pipeline stage the half-open range (first, end) of its layers, as vLLM splits them.
+
+    Args:
+        layers: the number of the model's layers.
+        stages: the number of pipeline stages.
+    """
     from vllm.distributed.utils import get_pp_indices
 
     return [get_pp_indices(layers, stage, stages) for stage in range(stages)]
@@ -125,7 +130,10 @@ def nccl_missing() -> str | None:
 
 
 def transfer_backends() -> dict[str, Callable[[], type[TrainerWeightTransferEngine]]]:
-    """Return vLLM's weight-transfer backends by name, each as a function that returns the trainer's end's class."""
+    """Return vLLM's weight-transfer backends by name.
+
+    Each value is a function that returns the `TrainerWeightTransferEngine` class of the backend.
+    """
     from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
     backends: dict[str, Callable[[], type[TrainerWeightTransferEngine]]] = WeightTransferTrainerFactory._registry
@@ -140,6 +148,10 @@ def free_port() -> int:
 
 
 def destroy_group(sender: TrainerWeightTransferEngine) -> Callable[[], None] | None:
-    """Return the function that destroys the NCCL group of a transfer's trainer end; None where it has no such group."""
+    """Return a function that destroys the NCCL group of a trainer's weight-transfer engine; None without such a group.
+
+    Args:
+        sender: the trainer's weight-transfer engine.
+    """
     destroy: Callable[[], None] | None = getattr(getattr(sender, "model_update_group", None), "destroy", None)
     return destroy

@@ -1,4 +1,4 @@
-"""The end of an in-process engine: what it holds of the process is freed part by part, and nothing waits for it.
+"""Functions that end an in-process engine: they free its memory, graphs and process groups one by one.
 
 vLLM's own shutdown also destroys torch's default process group, which under DDP and FSDP is accelerate's.
 """
@@ -57,7 +57,7 @@ PATCHES = (
 
 
 ABORT_SECONDS = 5.0
-"""The time that an abort of communicators may take, in seconds, as in vLLM."""
+"""The time that an abort of NCCL communicators may take, in seconds; vLLM has the same limit."""
 
 
 def detach_finalizer(llm: LLM) -> None:
@@ -71,15 +71,15 @@ def detach_finalizer(llm: LLM) -> None:
 
 
 def release_at_exit(llm: LLM | None, made_default_group: bool) -> None:
-    """Release what an engine holds before the interpreter exits, so that nothing waits for it.
+    """Release an engine's CUDA graphs and communicators before the interpreter exits, which might otherwise hang.
 
-    NCCL (`commDestroySync`) destroys a communicator that a CUDA graph names only after the graph, and a communicator
-    with a rank that is elsewhere not at all. So the graphs go first, and the communicators are aborted. Last comes the
+    NCCL (`commDestroySync`) destroys a communicator only after the CUDA graphs that use it, and only together with all
+    of its ranks. So the graphs go first, and the communicators are aborted, which waits for no rank. Last comes the
     default group of a single process, where the engine made it: nobody else would destroy it, and torch warns of groups
     that are left.
 
-    On a CPU there are no CUDA graphs and no NCCL. There the heap that vLLM has frozen is collected as Python ends, or
-    Triton would list everything that it has left.
+    On a CPU there are no CUDA graphs and no NCCL. There `gc.unfreeze` is called, so that Python collects the objects
+    that vLLM has frozen; otherwise Triton would list everything that it has left.
 
     Args:
         llm: vLLM's LLM; None where a `shut_down` failed half-way.
@@ -97,7 +97,7 @@ def release_at_exit(llm: LLM | None, made_default_group: bool) -> None:
 
 
 class _Unmapped:
-    """A stand-in for vLLM's record of an allocation that sleeps, which maps the memory at the moment it is freed.
+    """A stand-in for vLLM's record of an allocation in sleep mode, which maps the memory again when it is to be freed.
 
     vLLM 0.31 unmaps what it frees, and memory that sleeps is not mapped: seen on H200s, that ends in "invalid argument"
     or in a segmentation fault. So the memory is mapped when it is freed, one allocation after the other, since all of
@@ -124,11 +124,11 @@ class _Unmapped:
 
 
 _ALLOCATORS: list[Any] = []
-"""Allocators of closed engines: policies may still live in memory that goes back through them (pytorch#145168)."""
+"""Allocators of closed engines, kept alive: policies may use memory that is freed through them (pytorch#145168)."""
 
 
 def _make_freeable() -> None:
-    """Prepare vLLM's memory pool so that its memory can be freed while it sleeps, and after the engine is closed."""
+    """Prepare the pool of vLLM's sleep mode, so that its memory can be freed while the engine sleeps or is closed."""
     if not torch.cuda.is_available():
         return
     from vllm.device_allocator.cumem import CuMemAllocator

@@ -1,4 +1,4 @@
-"""The inside of an in-process engine: its model and caches, its queue, and what it is asked between two steps."""
+"""Access to the inside of an in-process vLLM engine: its model, caches and request queue, and hooks on its methods."""
 
 from __future__ import annotations
 
@@ -90,7 +90,14 @@ def prefixes(llm: LLM) -> int:
 
 
 def derive_from_weights(layers: Iterable[MLAAttention], dtype: torch.dtype) -> None:
-    """Let layers derive anew, in place, what they compute from their weights; CUDA graphs read it there."""
+    """Let latent-attention layers compute their derived matrices again, after their weights have changed.
+
+    The matrices are written in place, because CUDA graphs read them at their addresses.
+
+    Args:
+        layers: vLLM's layers of multi-head latent attention.
+        dtype: the dtype that the engine computes in.
+    """
     for layer in layers:
         layer.process_weights_after_loading(dtype)
 
@@ -102,7 +109,7 @@ def forget_images(llm: LLM) -> None:
 
 
 def drain(llm: LLM, steps: int = 16) -> None:
-    """Run the engine core until no step is in flight: one or two are, after the last request has finished.
+    """Run the engine core until no step is in flight, since one or two still are when the last request has finished.
 
     Args:
         steps: how many steps to run at most.
@@ -124,12 +131,15 @@ def drain(llm: LLM, steps: int = 16) -> None:
 
 
 def serve_directly(llm: LLM, own: Callable[[], Callable[[], LoRARequest | None] | None]) -> None:
-    """Make vLLM's `LLM` call a method before it queues a request, also for requests that custom rollouts add.
+    """Make vLLM's `LLM` call a method of this plugin's engine before it queues a request.
+
+    The method may refuse the request, and chooses the adapter of a request that names none. Thus the requests that
+    custom rollouts add to the `LLM` are also sampled from the current policy.
 
     Args:
         llm: vLLM's LLM.
-        own: a weak reference to a method that refuses the request by raising, or returns the `LoRARequest` of requests
-            that name none.
+        own: a weak reference to the method. It raises to refuse the request, or returns a `LoRARequest`, or None to
+            sample without an adapter.
     """
     processor = llm.llm_engine.input_processor
     plain = processor.process_inputs
@@ -144,10 +154,11 @@ def serve_directly(llm: LLM, own: Callable[[], Callable[[], LoRARequest | None] 
 
 
 def keep_expanded_prompts(llm: LLM | AsyncLLM) -> None:
-    """Make vLLM leave prompts unchanged that have an image token for each embedding of an image, as the trainer's do.
+    """Make vLLM leave prompts unchanged in which the image tokens are expanded already, as in the trainer's prompts.
 
-    vLLM would expand the first image token once more, and sample from another prompt than the one that is scored.
-    Prompts with one image token per image are still expanded. For an `LLM` or `AsyncLLM`; does nothing for text models.
+    An expanded prompt has one image token for each embedding of an image. vLLM would expand the first image token once
+    more, and sample from another prompt than the one that is scored. Prompts with one image token per image are still
+    expanded. Does nothing for text models.
     """
     processor = llm.renderer.mm_processor
     if processor is None:
@@ -164,17 +175,22 @@ def keep_expanded_prompts(llm: LLM | AsyncLLM) -> None:
 
 
 def outside(request_id: str) -> str:
-    """Return the id that the caller gave a request, from vLLM's internal id, which adds "-" and random characters."""
+    """Return the id under which the caller added a request, given vLLM's internal id of the request.
+
+    vLLM appends "-" and random characters to the caller's id.
+    """
     return request_id.rpartition("-")[0] or request_id
 
 
 def hand_over_masks(llm: AsyncLLM, returned: Callable[[str, int, Any], None]) -> None:
-    """Pass on the ids that each token was sampled from as they come, before vLLM turns the arrays into lists.
+    """Pass the ids that each token was sampled from to a function as they come, and take them out of vLLM's outputs.
+
+    vLLM would turn each token's array of ids into a list.
 
     Args:
         llm: an `AsyncLLM`.
-        returned: called for each token with vLLM's id of the request, 0, and the ids: (n,) int32, ascending. 0 stands
-            for the number of prompt tokens, which is not known here.
+        returned: called for each token with vLLM's internal id of the request, 0, and the ids: (n,) int32, ascending.
+            The 0 is in place of the number of prompt tokens, which is not known here.
     """
     processor = llm.output_processor
     process = processor.process_outputs

@@ -1,4 +1,4 @@
-"""vLLM's LoRA slots: the tensors in which it keeps the A and B of each adapted layer, and the wrappers around them."""
+"""Access to vLLM's LoRA slots (the tensors in which it keeps A and B of each adapted layer), and its LoRA wrappers."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ def adapter_slots_of(module: torch.nn.Module) -> list[torch.Tensor]:
 
 @contextmanager
 def unwrapped(model: torch.nn.Module) -> Iterator[None]:
-    """Put the model's own layers in place of vLLM's LoRA wrappers for the time of a load, which needs their names.
+    """Replace vLLM's LoRA wrappers in a model by the layers that they wrap, inside the context.
 
-    Changes nothing without `enable_lora`. A wrapper can sit at several places (tied heads, routers); all are put back.
+    vLLM's weight loader needs the names that the layers have without wrappers. Changes nothing without `enable_lora`. A
+    wrapper can sit at several places of the model (tied heads, routers); all are put back.
     """
     from vllm.lora.layers import BaseLayerWithLoRA
 
@@ -66,13 +67,15 @@ def bypassed(model: torch.nn.Module) -> set[int]:
 
 @dataclass(frozen=True, slots=True)
 class ModuleSlots:
-    """vLLM's slots for one module that it can adapt; a fused layer, such as q, k and v in one, has several of these.
+    """vLLM's LoRA slots for one module: the tensors in which it keeps the module's A and B.
+
+    A fused layer, such as q, k and v in one, has several modules.
 
     Attributes:
         name: the module's name in vLLM.
-        a: the slot of A, (largest rank, in).
-        b: the slot of B, (out, largest rank).
-        spare: what must stay zero in vLLM's layer beside the slots of its modules; only the first of them has it.
+        a: the tensor for A, (largest rank, in).
+        b: the tensor for B, (out, largest rank).
+        spare: further tensors of the layer that must stay zero; [] for all but the first module of a fused layer.
     """
 
     name: str
@@ -83,7 +86,7 @@ class ModuleSlots:
     _number: int
 
     def parts(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return those parts of a whole A (r, in) and B (out, r) that this rank of the engine holds."""
+        """Return the parts of a whole A (r, in) and B (out, r) that this tensor-parallel rank of the engine holds."""
         layer = self._layer
         if layer.n_slices == 1:
             return layer.slice_lora_a(a), layer.slice_lora_b(b)
@@ -92,11 +95,11 @@ class ModuleSlots:
 
 
 class LoRASlots:
-    """The LoRA slots of an in-process engine that was built with `enable_lora`, for one adapter under one id.
+    """The tensors (slots) in which an in-process engine keeps the A and B of its one LoRA adapter.
 
     Args:
-        llm: vLLM's LLM.
-        adapter: the adapter's id.
+        llm: vLLM's LLM, built with `enable_lora`.
+        adapter: the id under which the adapter is registered with vLLM.
     """
 
     def __init__(self, llm: LLM, adapter: int) -> None:
@@ -104,7 +107,7 @@ class LoRASlots:
         self._adapter = adapter
 
     def register(self) -> None:
-        """Zero all slots, and register an adapter without weights in place of all that vLLM knows."""
+        """Zero the tensors for A and B, remove all adapters that vLLM knows, and register one without weights."""
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.lora_weights import LoRALayerWeights
 
@@ -120,7 +123,7 @@ class LoRASlots:
         return self._adapter in manager.lora_index_to_id and self._adapter in manager.list_adapters()
 
     def modules(self) -> Iterator[ModuleSlots]:
-        """Yield the slots of every module that vLLM can adapt, after `register`."""
+        """Yield the tensors for A and B of every module that vLLM can adapt; `register` must come first."""
         from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
         from .adapted_linear import beside_slots
@@ -138,7 +141,11 @@ class LoRASlots:
                     yield ModuleSlots(part, a[index, 0], b[index, 0], spare, layer, number)
 
     def name_of(self, name: str) -> str:
-        """Return vLLM's name of a module of the policy, mapped as vLLM maps the names of an adapter on disk."""
+        """Return the name in vLLM of a module of the policy, mapped as vLLM does it when it loads an adapter from disk.
+
+        Args:
+            name: the policy's name of the module.
+        """
         mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
         if mapper is None:
             return name

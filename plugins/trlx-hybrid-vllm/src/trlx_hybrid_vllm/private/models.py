@@ -1,4 +1,4 @@
-"""Knowledge of vLLM about a model: from its config and architecture, and of the layers of a model that it has built."""
+"""Functions that tell how vLLM treats a model, from its config and architecture, or from the layers that vLLM built."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ PATCHES = (
 def attention_of(config: PretrainedConfig) -> list[tuple[int, int]]:
     """Return for each layer its number of KV heads, and how many elements each head caches per token.
 
-    It is read from the model's config. Where vLLM caches compressed keys and values (multi-head latent attention), it
-    is one head and the latent's size.
+    The numbers come from the model's config, and count keys and values. Where vLLM caches compressed keys and values
+    (multi-head latent attention), a layer has one head, with the size of the latent.
     """
     model = _described(config)
     layers = [model[layer] for layer in range(model.total_num_hidden_layers)]
@@ -110,10 +110,10 @@ def without_adapters(architecture: str) -> str | None:
 
 
 def causal_pictures(config: VllmConfig) -> str | None:
-    """Return why prompts with images cannot be sampled by vLLM here, or None.
+    """Return why vLLM cannot serve this model's prompts with images correctly on this device, or None.
 
-    Where a model lets the tokens of a picture attend to each other, as Gemma 3 does, vLLM's attention must, too. On
-    some platforms it does not, for instance on CPUs.
+    Some models, such as Gemma 3, let the tokens of an image attend to each other in both directions. vLLM's attention
+    cannot do this on some platforms, for instance on CPUs.
 
     Args:
         config: the engine's `VllmConfig`, in the process that holds the model.
@@ -167,9 +167,9 @@ KEEPS = {
     "Conv2dLayer",
     "Conv3dLayer",
 }
-"""Layers of vLLM 0.31 that compute with the very tensors their loader filled, when nothing quantises them.
+"""Classes of vLLM 0.31's layers that compute with the very tensors that the weight loader filled, unless quantised.
 
-So do torch's own layers, which vision towers have.
+Torch's own layers, which vision towers have, do so as well.
 """
 
 
@@ -187,7 +187,11 @@ PADDED = {"VocabParallelEmbedding", "ParallelLMHead"}
 
 
 def refuses_writes(model: torch.nn.Module) -> str | None:
-    """Return why the weights of this vLLM model must not be written without its loader, or None."""
+    """Return why a weight sync must not write into the memory of this vLLM model's weights by itself, or None.
+
+    It must not where a layer repacks its weights after loading, or derives something from them: only vLLM's loader does
+    that again.
+    """
     if hasattr(model, "process_weights_after_loading"):
         return f"{type(model).__name__} derives something from its weights after loading them"
     for name, module in model.named_modules():
@@ -237,10 +241,10 @@ def _experts(module: Any, method: Any) -> str | None:
 def _has_sinks(impl: AttentionImpl) -> bool:
     """Return whether an attention backend may derive something from its attention sinks after loading.
 
+    FlashInfer's attention converts its sinks, if it has any, and nothing else. Other backends are unknown, so True.
+
     Args:
         impl: vLLM's `AttentionImpl` of a layer.
-
-    FlashInfer's attention converts its sinks, if it has any, and nothing else; other backends are unknown, so True.
     """
     return type(impl).__name__ != "FlashInferImpl" or getattr(impl, "sinks", None) is not None
 
@@ -255,7 +259,9 @@ def pads_rows(model: torch.nn.Module, parameter: str) -> bool:
 
 @functools.cache
 def dummy_load_format() -> str:
-    """Return vLLM's `load_format` for an engine whose weights come later, through a sync; registers its loader.
+    """Register a loader of random weights with vLLM, for engines that get their weights later, by a weight sync.
+
+    Returns its name, a value for vLLM's argument `load_format`.
 
     vLLM's own format ("dummy") fills persistent buffers with random numbers as well. But a buffer that vLLM computes
     when it builds a model, such as Qwen2.5-VL's scale of the pixels, is in no checkpoint, so no sync would ever restore
@@ -266,9 +272,9 @@ def dummy_load_format() -> str:
 
     @register_model_loader("dummy_parameters")
     class DummyParametersLoader(DummyModelLoader):  # type: ignore[misc]
-        """A loader of random parameters that leaves buffers as the model's constructor made them.
+        """A loader of random parameters that leaves persistent buffers as the model's constructor made them.
 
-        A real checkpoint finds them so, too.
+        A real checkpoint would find the buffers in that state, too.
         """
 
         def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:

@@ -1,4 +1,7 @@
-"""Guards of the process while an engine starts and runs: its heap, caches and classes stay as they were."""
+"""Context managers that protect the trainer's process while a vLLM engine starts and runs in it.
+
+Python's heap, the caches of torch and vLLM, and transformers' classes stay as they were.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +56,8 @@ MODULES_WITH_TENSORS = ("compressed_tensors.compressors.nvfp4.helpers", "flashin
 def import_modules_with_tensors() -> None:
     """Import the modules that allocate tensors when they are imported, before vLLM does so while it builds a model.
 
-    Their tensors would otherwise lie in the memory that sleeps. There their contents are lost, and the memory could
-    never be freed for another engine.
+    The tensors would otherwise lie in the memory pool of vLLM's sleep mode. Their contents would be lost at the first
+    sleep, and the memory could never be freed for another engine.
     """
     if torch.cuda.is_available():
         for name in MODULES_WITH_TENSORS:
@@ -71,15 +74,15 @@ A heap with torch in it has some hundred thousand objects.
 
 @contextmanager
 def frozen_heap(kept: bool) -> Iterator[None]:
-    """Keep a heap frozen that was frozen before (`gc.freeze`), while vLLM starts or ends.
+    """Keep Python objects frozen that were frozen before (`gc.freeze`), while vLLM starts or ends inside the context.
 
     vLLM freezes the whole heap when it starts. It unfreezes all of it after a capture of graphs and at its end, since
     otherwise nothing of the engine could be collected. Python does not tell what vLLM froze from what was frozen
-    before. So where something was frozen before, vLLM does neither.
+    before. So where something was frozen before, `gc.freeze` and `gc.unfreeze` do nothing inside.
 
     Args:
-        kept: whether something was frozen before the engine was built. False, too, if the user's code has called
-            `gc.freeze` since then, which froze the engine: it could not be collected.
+        kept: whether objects were frozen before the engine was built. False, too, if the user's code has called
+            `gc.freeze` since then, which froze the engine as well: it could not be collected.
     """
     if not kept:
         yield
@@ -93,10 +96,10 @@ def cache_kept(wanted: int = 0) -> Iterator[None]:
     """Keep the cache of torch's allocator during vLLM's sleep and wake-up, which would return all of it to the driver.
 
     The trainer's next loss then need not ask the driver for the memory again, in some five hundred calls. Inside, no
-    thread of the process can empty the cache. Nothing is kept if the device has fewer than `wanted` bytes free.
+    thread of the process can empty the cache.
 
     Args:
-        wanted: bytes that must be free on the device.
+        wanted: bytes of the device that must be free; with fewer, vLLM may empty the cache.
     """
     if not torch.cuda.is_available() or torch.cuda.mem_get_info()[0] < wanted:
         yield
@@ -111,9 +114,9 @@ def cache_kept(wanted: int = 0) -> Iterator[None]:
 def compiled_once(folder: str, joined: bool) -> Iterator[None]:
     """Let vLLM reuse what an earlier start compiled, although the model's folder has another, random name each time.
 
-    vLLM keeps compiled models under a hash of its config, which includes the model's path. Without this, every start
-    would compile anew, choose its kernels by timing anew, which may round otherwise, and leave one more folder in
-    vLLM's cache. The config of the model, which the path stands for, is in the hash separately.
+    vLLM keeps compiled models under a hash of its config, which includes the model's path. With another path, every
+    start would compile anew, time and choose kernels anew, which may then round differently, and leave one more folder
+    in vLLM's cache. The hash covers the model's config as well, so different models are still told apart.
 
     Args:
         folder: the model's path.
@@ -163,11 +166,15 @@ def stdout_with_descriptor() -> Iterator[None]:
 
 @contextmanager
 def running(dtype: torch.dtype, collecting: bool = False) -> Iterator[None]:
-    """Prepare the process for calls of an engine that computes in this dtype; all of its calls are made inside.
+    """Prepare the process for calls of an engine; all of an engine's calls are made inside this context.
 
-    A rollout allocates a few objects per token, so the garbage collector pauses, except for calls that run long and run
-    the user's code (`collecting`). vLLM has frozen the objects that existed when it was built, so no collection visits
-    them. On a CPU, torch.compile is switched off: it costs 14 s at the first call.
+    For float32 engines, Triton's products are made exact. The garbage collector pauses, because a rollout allocates a
+    few objects per token. On a CPU, torch.compile is switched off: it costs 14 s at the first call.
+
+    Args:
+        dtype: the dtype that the engine computes in.
+        collecting: keep the garbage collector on, for long calls that run the user's code. Collections do not visit the
+            objects that existed when the engine was built: vLLM has frozen them.
     """
     from vllm.platforms import current_platform
 
@@ -194,12 +201,13 @@ def starting(
     Args:
         dtype: the dtype that the engine computes in.
         folder: the path of the model's folder.
-        rank: the rank of the engine's LoRA slots; None for an engine whose slots are not for exactly one adapter.
+        rank: the rank for which vLLM allocates LoRA's A and B; None for an engine without adapters or with several.
         trained: the policy's module, whose classes stay as they are.
-        heap_kept: whether objects were frozen (`gc.freeze`) before, which stay so.
+        heap_kept: whether Python objects were frozen (`gc.freeze`) before, which stay frozen.
 
     Yields:
-        A list for the models that are built inside, as of `trainer_classes_kept`.
+        An empty list, to which the caller appends the model that was built, so that it keeps vLLM's changes to classes
+        of the policy.
     """
     from .adapted_linear import adapters_under_weights
 
@@ -216,10 +224,11 @@ def starting(
 
 @contextmanager
 def trainer_classes_kept(trained: nn.Module) -> Iterator[list[nn.Module]]:
-    """Undo afterwards the changes that vLLM, building a model inside, makes to classes of the trained model.
+    """Undo, when the context ends, the changes that vLLM makes to classes of the trained model as it builds its own.
 
     Yields:
-        A list for the models built inside. Their modules get subclasses of their own, with the changes to the class.
+        An empty list, to which the caller appends the models that vLLM built. The modules of these get subclasses that
+        have the changes.
     """
     classes = {c for module in trained.modules() for c in type(module).__mro__ if c is not object}
     before = {c: (c.__bases__, dict(vars(c))) for c in classes}
@@ -235,11 +244,12 @@ def trainer_classes_kept(trained: nn.Module) -> Iterator[list[nn.Module]]:
 
 
 def _moved_into_subclass(cls: type, bases: tuple[type, ...], attributes: dict[str, Any]) -> type:
-    """Restore a class as it was before, and return a subclass of the same name with what was added to it.
+    """Undo changes to a class, and return a subclass of it that has them, under the class's name.
 
     Args:
-        bases: the base classes that it had before.
-        attributes: the `vars()` that it had before.
+        cls: the class, with base classes and attributes that vLLM has added or replaced.
+        bases: the base classes that the class had before.
+        attributes: the `vars()` that the class had before.
     """
     added = tuple(base for base in cls.__bases__ if base not in bases)
     changed = {key: value for key, value in vars(cls).items() if attributes.get(key) is not value}

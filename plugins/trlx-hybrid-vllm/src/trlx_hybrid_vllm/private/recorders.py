@@ -1,8 +1,8 @@
 """Recorders of what vLLM does not return on CPUs: the experts of each token, and the ids that it was sampled from.
 
 On GPUs vLLM returns both (`enable_return_routed_experts`, `return_sampling_mask`), with its second model runner, which
-needs Triton. On CPUs the first one runs: its routers report their choice to the same callback, its sampler computes the
-log-probs of all ids, and its batch says which requests the tokens belong to.
+needs Triton. On CPUs its first model runner runs. There, the recorders read the experts from a callback that routers
+call, the ids from the log-probs that the sampler computes, and from the runner's batch which requests they belong to.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ Experts = np.ndarray[tuple[int, ...], np.dtype[np.int16]]
 
 
 class RoutingCapture:
-    """Records which experts the routers of an in-process engine choose for each token, until its request is done.
+    """Records which experts the routers of an in-process engine choose for each token of unfinished requests.
 
-    It needs an engine without prefix cache: tokens that are not computed are not routed.
+    The engine must have no prefix cache: tokens from a cache are not computed again, and so not routed.
 
     Args:
         llm: vLLM's LLM.
@@ -86,8 +86,12 @@ class RoutingCapture:
     def take(self, request_id: str, tokens: int) -> Experts:
         """Return the experts that a finished request's first `tokens` tokens were routed to, and drop its record.
 
+        Args:
+            request_id: vLLM's internal id.
+            tokens: how many tokens of the sequence, prompt included.
+
         Returns:
-            (tokens, layers, experts per token) int16, MISSING where a layer has no experts.
+            (tokens, layers, experts per token) int16, -1 (MISSING) where a layer has no experts.
         """
         rows = np.full((tokens, *self._shape), MISSING, np.int16)
         for start, part in self._steps.pop(request_id):  # one that was preempted comes twice: the last counts
@@ -95,18 +99,18 @@ class RoutingCapture:
         return rows
 
     def clear(self) -> None:
-        """Drop the records that nobody took, those of aborted requests."""
+        """Drop the records of all requests, such as aborted ones, that nobody took."""
         self._steps.clear()
 
 
 class SampledRows:
-    """Reports the log-probs from which vLLM's sampler chooses each token, where the model runner is the older one.
+    """Reports the log-probs from which the sampler of vLLM's older model runner chooses each token.
 
     Args:
         runner: vLLM's model runner, in this process.
-        seen: called after each step in which log-probs were computed. Its arguments are vLLM's ids of the step's
-            requests, for each the place of the sampled token in its sequence, and the log-probs after all processing,
-            (requests, vocabulary).
+        seen: called after each step in which log-probs were computed. Its arguments are vLLM's internal ids of the
+            step's requests, for each the index of the sampled token in its sequence, and the log-probs after all
+            processing (temperature, top-k and the like), (requests, vocabulary).
 
     Attributes:
         active: whether `seen` is called.

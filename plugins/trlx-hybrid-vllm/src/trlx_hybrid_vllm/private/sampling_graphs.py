@@ -1,13 +1,14 @@
-"""CUDA graphs of what follows the layers in a decode step, one for each number of rows.
+"""CUDA graphs of what follows the layers in a decode step (head, sampling, log-probs), one for each batch size.
 
 vLLM 0.31 replays a model's layers as a graph, and then launches some twelve kernels from Python: the head, noise, the
-choice of a token, its log-prob, and what the next step reads of it. Where a host is slow, that takes 1.1 ms of a step
-of 2.8 ms, for which the GPU needs 2.4 ms (Qwen2's shape of 1.5B, 64 rows, one H100), and the GPU waits. Here these
-kernels are captured when the engine is built, for the numbers of rows for which the layers were; padded rows change
-nothing.
+choice of a token, its log-prob, and the updates of the state that the next step reads. Where a host is slow, these
+launches take 1.1 ms of a step of 2.8 ms, for which the GPU needs 2.4 ms (Qwen2's shape of 1.5B, 64 rows, one H100), and
+the GPU waits. Here these kernels are captured when the engine is built, for the batch sizes for which vLLM has captured
+the layers. Smaller batches are padded; padded rows change nothing.
 
-A step is replayed where every row decodes one token behind a graph of the layers, at temperature 1 or 0, and nothing is
-asked for but sampled tokens, and at most their log-probs. Any other step is vLLM's own.
+A row is a sequence of the batch. The graphs are replayed in steps in which every row decodes one token, the layers ran
+as a graph, the temperature is 1 or 0, and nothing is asked for but the sampled tokens and at most their log-probs. In
+any other step vLLM's own code runs.
 """
 
 from __future__ import annotations
@@ -47,17 +48,18 @@ PADDED = -1
 """The index of a padded row, in place of a request's index: vLLM's kernels skip such a row."""
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""A function that captures what a given function launches in a CUDA graph, and returns a function that replays it."""
+"""A function that runs the function it is given, captures its kernels in a CUDA graph, and returns the replay."""
 
 
 def sampling_graphs(llm: LLM) -> SamplingGraphs | None:
     """Capture CUDA graphs of what an engine does after its layers in a decode step (head, sampling, log-probs).
 
-    They are installed in the engine, which must be just built, and returned.
+    The graphs are installed in the engine, which must have been built just now.
 
-    None on a CPU, without graphs of the layers, and where the engine does more between the layers and the next step
-    than the graphs capture. None, too, where they cannot be captured, or compute other values than vLLM, which is
-    logged.
+    Returns:
+        The graphs. None on a CPU, without graphs of the layers, and where the engine does more between the layers and
+        the next step than the graphs capture. None, and a warning is logged, where the capture fails or the graphs
+        compute other values than vLLM.
     """
     runner = llm.llm_engine.model_executor.driver_worker.model_runner
     if runner.device.type != "cuda" or not serves(llm) or not equal_to_vllm(runner.device):
@@ -67,9 +69,13 @@ def sampling_graphs(llm: LLM) -> SamplingGraphs | None:
 
 
 def compared(graphs: SamplingGraphs, capture: Capture) -> SamplingGraphs | None:
-    """Capture the graphs, compare their results with vLLM's, and install and return them if they are equal.
+    """Capture the graphs, compare their results with vLLM's, and install and return the graphs if these are equal.
 
-    Where they differ, all is left as it was, and None is returned.
+    If the results differ or the capture fails, the engine is left as it was, and None is returned.
+
+    Args:
+        graphs: new graphs, for which nothing is captured yet.
+        capture: captures what a function launches in a CUDA graph.
     """
 
     def difference() -> float:
@@ -116,14 +122,13 @@ class SamplingGraphs:
     """CUDA graphs that replace a model runner's `sample` and `postprocess_sampled` in decode steps, from `install` on.
 
     Args:
-        runner: the model runner (vLLM's second) of an engine for which `serves` is true; the graphs of its layers are
-            captured.
-        sizes: the numbers of rows to capture a graph for, ascending, none above the engine's largest batch.
+        runner: the model runner (vLLM's second) of an engine for which `serves` is true, and whose layers are captured.
+        sizes: the batch sizes to capture a graph for, ascending, none above the engine's largest batch.
 
     Attributes:
-        active: whether steps are replayed. Must be off where others than this package read what the engine returns:
-            token ids stand where vLLM has the ranks of sampled tokens.
-        replayed: how many steps were replayed.
+        active: whether the graphs are replayed. Must be False while other code than this package's reads the engine's
+            outputs: these have token ids in the place of the sampled tokens' ranks by probability.
+        replayed: in how many steps the graphs were replayed.
     """
 
     def __init__(self, runner: GPUModelRunner, sizes: Sequence[int]) -> None:
@@ -150,7 +155,11 @@ class SamplingGraphs:
         self._stock_sampler = runner.sampler.add_request, runner.sampler.apply_staged_writes
 
     def capture(self, capture: Capture) -> None:
-        """Capture a graph for each number of rows, the largest first, so that the others reuse its memory."""
+        """Capture a graph for each batch size, the largest first, so that the others reuse its memory.
+
+        Args:
+            capture: captures what a function launches in a CUDA graph.
+        """
         self._replay = {size: capture(functools.partial(self._step, size)) for size in reversed(self._sizes)}
 
     def install(self) -> None:
@@ -170,9 +179,10 @@ class SamplingGraphs:
                 vars(owner).pop(name, None)
 
     def _step(self, size: int) -> None:
-        """Launch the kernels that are captured for `size` rows.
+        """Launch the kernels that a graph for a batch of `size` rows consists of.
 
-        They lead from the layers' output to the sampled tokens, their log-probs, and what the next step reads of them.
+        They compute, from the layers' output, the sampled tokens and their log-probs, and update the state of the
+        requests that the next step reads.
         """
         from vllm.v1.worker.gpu.input_batch import post_update
         from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
@@ -210,8 +220,8 @@ class SamplingGraphs:
 
         May be called only before the engine has served a request.
 
-        It is the difference of the log-probs, plus how far the sampled tokens are below the likeliest. The rows have
-        random hidden states and are padded, so they are sampled at temperature 0.
+        For each row, the difference is that of the log-probs, plus how far the sampled token's logit is below the
+        largest. The rows have random hidden states and are marked as padding, so they are sampled at temperature 0.
         """
         from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
@@ -254,9 +264,9 @@ class SamplingGraphs:
         )
 
     def _serves_rows(self, batch: InputBatch) -> bool:
-        """Return whether the requests of a batch ask for nothing that the graphs leave out.
+        """Return whether the requests of a batch ask only for sampled tokens and at most their log-probs.
 
-        If the requests have changed, their seeds and temperatures are copied to where the graphs read them.
+        If the batch's requests have changed, their seeds and temperatures are copied to where the graphs read them.
         """
         rows = batch.idx_mapping_np.tobytes()
         if self._last_rows != rows:
@@ -291,10 +301,10 @@ class SamplingGraphs:
 
 
 def capturing(device: torch.device) -> Capture:
-    """Return a function that captures CUDA graphs on this device, see `Capture`.
+    """Return a function that captures what a function launches on this device in a CUDA graph, and returns the replay.
 
-    The graphs share one memory pool, since they never run at the same time.
-    They are warmed up and captured on a stream of their own, whose cuBLAS workspace they keep.
+    The graphs share one memory pool, since they never run at the same time. Each function is run once before the
+    capture, on the stream of the capture, whose cuBLAS workspace the graphs keep.
     """
     new_stream: Callable[[torch.device], torch.cuda.Stream] = torch.cuda.Stream
     stream, pool = new_stream(device), torch.cuda.graph_pool_handle()

@@ -1,10 +1,11 @@
-"""A scheduler with a short path for steps in which every running request decodes one token.
+"""A scheduler for vLLM with a short path for steps in which every running request decodes one token.
 
 For each request and step, vLLM's scheduler decides about prefill chunks, drafts, encoder inputs, connectors and blocks.
 At 256 sequences that takes longer than the GPU needs for the step. In a rollout nearly every step is a plain decode:
-then a request needs a new block once per block, its stop conditions are a set and a length, and the rest is counting.
-Prompts that arrive meanwhile, as answers of tools do one by one, are scheduled by vLLM, beside the rows that decode.
-All other steps go to vLLM's own methods. Both leave the same state behind, so steps of all kinds may follow each other.
+a request needs a new KV block only when its last one is full, its stop conditions are a set of ids and a length, and
+the rest is counting. Prompts that arrive meanwhile, such as tool results one by one, are scheduled by vLLM's method and
+added to the decode step. All other steps go to vLLM's own methods. The short path leaves the scheduler in the state in
+which vLLM's methods would, so steps of all kinds may follow each other.
 
 This file relies on vLLM 0.31's scheduler beyond its documented interface; tests/test_scheduler.py compares the two.
 """
@@ -42,10 +43,10 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
     """vLLM's asynchronous scheduler, with a faster path for steps in which all requests decode.
 
     Attributes:
-        holding: return the tokens of decode steps late: all tokens of a request at once when it finishes, or when a
-            step takes vLLM's own path; its first token comes with the step that reads its prompt. Such outputs carry
-            the sampled tokens' log-probs and no ranks. Off where text is built: a stop string needs every token when it
-            is sampled.
+        holding: True to hold back the tokens of decode steps, and return all tokens of a request at once when it
+            finishes, or before a step that vLLM's own methods handle. A request's first token is still returned with
+            the step that reads its prompt. Held outputs have the sampled tokens' log-probs, but no ranks. Must be False
+            where vLLM builds text: a stop string needs every token when it is sampled.
         decode_steps: how many steps took the short path.
     """
 
@@ -70,9 +71,10 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
         self._holds = False
 
     def _is_simple(self) -> bool:
-        """Return whether the faster path may be used: the engine has no feature whose bookkeeping it leaves out.
+        """Return whether the short path for decode steps may be used in this engine.
 
-        Among such features are speculative decoding, KV connectors, pipeline stages and several kinds of KV cache.
+        It leaves out the bookkeeping for some features of vLLM, which must be off: speculative decoding, KV connectors,
+        pipeline stages, several kinds of KV cache and others.
         """
         managers = self.kv_cache_manager.coordinator.single_type_managers
         parts = (self.connector, self.ec_connector, self.aux_output_connector, self.finished_req_ids_dict)
@@ -94,7 +96,7 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
     # --- schedule ---------------------------------------------------------------------------------------------------
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Decide what the next step computes, as vLLM's method does, which is called for all but decode steps."""
+        """Decide what the next step computes: by the short path for decode steps, else by vLLM's own method."""
         places = self.max_num_active_reqs - len(self.running)  # where none is left vLLM looks at no waiting request
         waiting = places > 0 and bool(self.waiting or self.kv_holding_waiting)
         if (
@@ -114,7 +116,8 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
     def _may_join(self, places: int) -> bool:
         """Return whether vLLM can schedule the next waiting requests without looking at the running ones.
 
-        It can where all of them are new and plain (`Row.plain`), and use the running requests' LoRA adapter.
+        It can where all of them are new, use the running requests' LoRA adapter, and have no images, grammars or other
+        features that only vLLM's own methods handle.
 
         Args:
             places: how many waiting requests can start.
@@ -130,9 +133,12 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
         )
 
     def _with_prompts(self, step: SchedulerOutput) -> SchedulerOutput:
-        """Return a decode step with as many waiting requests added as fit beside it.
+        """Return a decode step to which as many waiting requests are added as fit into the step's token limit.
 
-        vLLM's own method schedules the waiting ones, as if no others ran.
+        vLLM's own method schedules the waiting requests, as if no others were running.
+
+        Args:
+            step: the step that decodes one token of every running request.
         """
         ids, running = self._in_flight[-1].ids, self.running
         limits = self.max_num_scheduled_tokens, self.max_num_active_reqs
@@ -164,8 +170,9 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
         """Schedule one more token for every running request.
 
         Returns:
-            The step; or None, with nothing changed, where vLLM's own method must schedule it: a request reads its
-            prompt or is not plain (`Row.plain`), no request needs a token, or free blocks are too few.
+            The step; or None, with nothing changed, where vLLM's own method must schedule it: a request still reads its
+            prompt or has a feature that only vLLM's own methods handle (images, grammars), no request needs a token, or
+            free KV blocks are too few.
         """
         if self.running != self._seen_running and not self._look_at_running():
             return None
@@ -214,7 +221,8 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
         """Update `_running_rows`, which has a `Row` for each running request, after these requests have changed.
 
         Returns:
-            False where some request is not plain (`Row.plain`), so that vLLM's own method must schedule the step.
+            False where some request has a feature, such as images or a grammar, that only vLLM's own methods handle, so
+            that these must schedule the step.
         """
         known, self._rows = self._rows, {}
         for request in self.running:
@@ -227,11 +235,13 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
         return plain
 
     def _sent(self, rows: list[Row], cached: CachedRequestData) -> SchedulerOutput:
-        """Return a decode step as the workers get it, and update the scheduler's state, except for the requests'.
+        """Return a decode step as vLLM's `SchedulerOutput`, and record it in the scheduler's state.
+
+        The state of the requests themselves must be updated already.
 
         Args:
-            rows: the requests that decode.
-            cached: what vLLM tells the workers of these requests.
+            rows: the requests that decode a token.
+            cached: vLLM's description of these requests for the workers.
         """
         self.current_step += 1
         self.decode_steps += 1
@@ -266,7 +276,7 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Append a step's sampled tokens to the requests, as vLLM does, and return the outputs by client index."""
+        """Append a step's sampled tokens to the requests, and return vLLM's outputs by client index."""
         step = next((step for step in self._in_flight if step.output is scheduler_output), None)
         while step is not None and self._in_flight.popleft() is not step:  # a step that failed never comes back
             pass
@@ -293,11 +303,12 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
 
         Args:
             rows: the requests that decoded.
-            tokens: one for each row.
-            logprobs: vLLM's `LogprobsLists` in the order of the rows, or None.
+            tokens: the sampled token of each row.
+            logprobs: vLLM's `LogprobsLists` in the order of the rows; None where no request asks for log-probs.
 
         Returns:
-            With `holding` the outputs of the requests that stop, else an output for each token.
+            An output for each token; where tokens are held back (`holding`), one for each request that stops, with all
+            of its tokens.
         """
         outputs = [] if self.holding else self._released()
         holding = self._holds = self.holding
@@ -340,9 +351,9 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
         return outputs
 
     def _released(self) -> list[EngineCoreOutput]:
-        """Return the tokens that `holding` has held back, one output for each unfinished request that has some.
+        """Return the tokens that were held back, as one output for each unfinished request that has any.
 
-        They are due before a step that vLLM's own method handles.
+        Called before vLLM's own methods handle a step, so that the tokens stay in order.
         """
         if not self._holds:
             return []
@@ -352,7 +363,7 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A request, with the values that each decode step needs of it looked up once.
+    """A request of vLLM's scheduler, with the values that each decode step needs of it looked up once.
 
     Attributes:
         request: vLLM's `Request`.
@@ -363,8 +374,8 @@ class Row:
         logprobs_wanted: whether the request asks for log-probs.
         tokens: vLLM's own list of all of the request's tokens.
         outputs: vLLM's own list of the sampled tokens.
-        held: tokens that were sampled and not returned yet, see `DecodeScheduler.holding`.
-        held_logprobs: the log-probs of these tokens.
+        held: tokens that were sampled, and are held back until the request finishes.
+        held_logprobs: the log-probs of the tokens in `held`.
     """
 
     request: Request
@@ -400,7 +411,7 @@ class Row:
         return EngineCoreOutput(self.request.request_id, [token], new, trace_headers=self.request.trace_headers)
 
     def release(self) -> EngineCoreOutput:
-        """Return all tokens that were held back as one output, with the sampled tokens' log-probs, without ranks."""
+        """Return all tokens that were held back as one output, with their log-probs and without their ranks."""
         tokens, self.held = self.held, []
         values, self.held_logprobs = self.held_logprobs, []
         new = None
@@ -412,15 +423,15 @@ class Row:
 
 @dataclass(slots=True, eq=False)
 class DecodeStep:
-    """A decode step that was scheduled, and whose tokens have not come back from the model.
+    """A decode step that was scheduled, and whose tokens have not come back from the model yet.
 
     Attributes:
         output: the step as the workers got it.
-        ids: vLLM's ids of the requests that decode.
-        rows: the rows of these requests, in the same order.
-        prompts: the part of the step that vLLM's own method scheduled, where prompts are read as well; else None.
-        preemptions: how many preemptions the scheduler had seen. If there is one more, some of this step's tokens are
-            stale.
+        ids: vLLM's internal ids of the requests that decode.
+        rows: a `Row` for each of these requests, in the order of `ids`.
+        prompts: the part of the step that reads prompts, which vLLM's own method scheduled; None without prompts.
+        preemptions: how often the scheduler had preempted a request when it scheduled the step. If it preempts another
+            before the tokens come back, some of them may be stale.
     """
 
     output: SchedulerOutput
@@ -430,9 +441,10 @@ class DecodeStep:
     prompts: SchedulerOutput | None = None
 
     def sampled(self, output: ModelRunnerOutput) -> tuple[list[int], LogprobsLists | None] | None:
-        """Return the sampled token of each row and the log-probs, in the order of `rows`.
+        """Return the sampled token of each row and the log-probs (or None without any), in the order of `rows`.
 
-        None where the model runner's output has anything else, which vLLM's own method must then handle.
+        The whole result is None where the model runner's output has anything beyond one token per row and log-probs,
+        which vLLM's own method must then handle.
         """
         logprobs, others = output.logprobs, len(self.prompts.num_scheduled_tokens) if self.prompts else 0
         if (

@@ -1,9 +1,10 @@
-"""Steps of vLLM's engine core: requests are queued, steps run, and their outputs turned into completions.
+"""Steps of vLLM's engine core: a class that queues requests, runs steps, and turns their outputs into completions.
 
 `LLM.generate` turns every token of every step into text, log-prob and output objects, one request at a time; at 256
 sequences that takes longer than the GPU needs for the step. Here the engine core's step outputs are kept as they come
-and turned into lists once, at the end; where `DecodeScheduler` runs, it holds tokens back until a request finishes.
-Requests with stop strings, or with more log-probs than the sampled tokens', go through vLLM's own output processing.
+and turned into lists once, at the end; where this plugin's `DecodeScheduler` runs, it holds tokens back until a request
+finishes. Requests with stop strings, or with more log-probs than the sampled tokens', go through vLLM's own output
+processing.
 """
 
 from __future__ import annotations
@@ -49,19 +50,31 @@ Ids = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 
 class IdCollector(Protocol):
-    """Collects the ids that each token is sampled from, as `generate.support.KeptIds` does."""
+    """Interface of a collector of the ids that each token is sampled from (what top-k, top-p and min-p leave)."""
 
     def open(self, forbidden: Sequence[int]) -> None:
         """Prepare for a rollout; `forbidden` are ids that a logit bias forbids in all of its requests."""
 
     def close(self) -> None:
-        """Drop the ids that nobody took."""
+        """Drop the ids of all requests, such as aborted ones, that nobody took."""
 
     def returned(self, request_id: str, prompt_tokens: int, ids: Ids) -> None:
-        """Record the ids, (n,) int32, that a request's next token was sampled from."""
+        """Record the ids that a request's next token was sampled from.
+
+        Args:
+            request_id: vLLM's internal id.
+            prompt_tokens: how many tokens the prompt has.
+            ids: (n,) int32, ascending.
+        """
 
     def take(self, request_id: str, prompt_tokens: int, tokens: int) -> Support:
-        """Return the ids that a finished request's tokens were sampled from, and drop the record."""
+        """Return the ids that a finished request's tokens were sampled from, and drop the record.
+
+        Args:
+            request_id: vLLM's internal id.
+            prompt_tokens: how many tokens the prompt has.
+            tokens: how many tokens were sampled.
+        """
 
 
 @dataclass(slots=True)
@@ -70,11 +83,13 @@ class Partial:
 
     Attributes:
         prompt_tokens: how many tokens the prompt has.
-        row: the request's, see `Request.row`.
-        outside_id: the id in vLLM's finished outputs.
+        row: index of the request in the batch of all ranks.
+        outside_id: the request's id in vLLM's finished outputs, which is not its internal id; "" where vLLM builds no
+            text.
         token_ids: the sampled tokens.
-        logprobs: for each step, an array (tokens,) of natural log-probs.
-        experts: for each step, the experts of its tokens as vLLM returns them, if it does.
+        logprobs: for each step, an array (tokens,) of the sampled tokens' natural log-probs.
+        experts: for each step, an array (tokens, layers, experts per token) of the experts that its tokens were routed
+            to; empty where vLLM does not return them.
     """
 
     prompt_tokens: int
@@ -85,7 +100,7 @@ class Partial:
     experts: list[Experts] = field(default_factory=list)
 
     def completion(self, finish_reason: str) -> Completion:
-        """Return the outputs as the completion of a finished request."""
+        """Return the outputs as the completion of a finished request, with a log-prob of None in the place of NaN."""
         if not self.logprobs:
             return Completion(token_ids=self.token_ids, finish_reason=finish_reason, row=self.row)
         values = np.concatenate(self.logprobs)
@@ -103,19 +118,21 @@ class Partial:
 
 
 class Stepper:
-    """The requests of one stream in an in-process engine core, which is idle at first.
+    """Queues requests in an in-process engine core, runs its steps, and returns completions as requests finish.
 
-    The first prompt of token ids goes through vLLM's input processing, which checks the parameters and completes them.
-    The other requests are copies of it, and only their prompts are checked. That is a third of the time that a turn
-    of a conversation costs the host between two steps.
+    No other requests may be in the engine at first.
+
+    The first text request goes through vLLM's input processing, which checks the parameters and completes them. The
+    other requests are copies of the first, and only their prompts are checked. That saves a third of the time that a
+    turn of a conversation costs the host between two steps.
 
     Args:
         llm: vLLM's LLM.
         params: arguments of `SamplingParams` that the requests share.
-        adapter: the LoRARequest that serves all requests, or None.
-        routing: captures the experts of the tokens, where completions are to name them and vLLM does not return them.
+        adapter: the LoRARequest with which all requests are sampled, or None.
+        routing: records the experts of the tokens, where completions are to name them and vLLM does not return them.
         graphs: CUDA graphs of the part of a decode step that follows the model's layers, where the engine has them.
-        support: keeps the ids that the tokens are sampled from, where completions are to name them.
+        support: collects the ids that each token is sampled from, where completions are to name them.
 
     Attributes:
         unfinished: the requests that are queued or being decoded, by vLLM's internal id.
@@ -206,7 +223,7 @@ class Stepper:
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[tuple[str, Completion]]:
-        """Run one step of the engine core, and return the id and completion of each request that finished in it.
+        """Run one step of the engine core, and return vLLM's internal id and the completion of each finished request.
 
         Raises:
             EngineError: vLLM has no requests left, and some of these never finished.
@@ -278,14 +295,14 @@ class Stepper:
                     support.returned(key, self.unfinished[key].prompt_tokens, ids)
 
     def _with_more(self, request_id: str, completion: Completion, experts: Experts | None) -> Completion:
-        """Return the completion of a request with what else is known of its tokens; it is no longer unfinished then.
+        """Add to a finished request's completion the tokens' experts, and the ids that they were sampled from.
 
-        This is the experts that they were routed to, and the ids that they were sampled from (`Completion.support`).
+        Each is None where it is not recorded. The request is removed from `unfinished`.
 
         Args:
             request_id: vLLM's internal id.
             completion: token ids and log-probs.
-            experts: the experts as vLLM returned them, if it did.
+            experts: the experts as vLLM returned them; None where it did not.
         """
         prompt_tokens, tokens = self.unfinished[request_id].prompt_tokens, len(completion.token_ids)
         support = None if self._support is None else self._support.take(request_id, prompt_tokens, tokens)
@@ -296,12 +313,15 @@ class Stepper:
     def _experts(self, request_id: str, tokens: int, returned: Experts | None) -> Experts | None:
         """Return the experts that a finished request's tokens were routed to, or None where they are not recorded.
 
-        The last sampled token has none, because it never went through the model.
+        The last sampled token has no experts, because it never went through the model.
 
         Args:
             request_id: vLLM's internal id.
             tokens: how many tokens the request has, prompt included.
-            returned: the experts as vLLM returned them, if it did.
+            returned: the experts as vLLM returned them; None where it did not.
+
+        Returns:
+            (tokens - 1, layers, experts per token) int16, or None.
         """
         if self._routing is not None:
             return self._routing.take(request_id, tokens - 1)
@@ -313,9 +333,9 @@ class Stepper:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Prepare the engine for the requests, and clean up afterwards.
+        """Prepare the engine for the requests that are queued inside this context, and clean up when it ends.
 
-        Unfinished requests are aborted at the end, or the next run would finish them first.
+        Unfinished requests are aborted at the end; otherwise the next rollout would finish them first.
         """
         scheduler = self._core.engine_core.scheduler
         holds = hasattr(scheduler, "holding") and not self._text
@@ -334,7 +354,11 @@ class Stepper:
 
     @contextmanager
     def _holding(self, scheduler: DecodeScheduler) -> Iterator[None]:
-        """Make the scheduler return a request's tokens only when it finishes, with log-probs but without ranks."""
+        """Let the engine use this plugin's faster code inside the context: held tokens, CUDA graphs and kernels.
+
+        The scheduler then returns a request's tokens only when it finishes, with their log-probs but without their
+        ranks by probability.
+        """
         scheduler.holding = True
         if self._graphs is not None:
             self._graphs.active = True

@@ -1,1 +1,1 @@
-"""vLLM in separate processes: the parts of a remote engine, and the weight path to it."""
+"""vLLM in separate processes: the server that runs there, and the transfer of the policy's weights to it."""

@@ -1,9 +1,10 @@
 """A weight transfer over gloo, through host memory, for machines where vLLM's own transfer engines do not work.
 
-These all need GPUs, and an NCCL that vLLM can use.
+vLLM's own need GPUs, and an NCCL that vLLM can use.
 
-It is registered with vLLM's two factories and driven as its `nccl` engine is: the trainer's rank 0 hosts a store, every
-worker of every engine joins it, and an update is a series of broadcasts. Every wait ends with the deadline.
+The transfer over gloo is registered with vLLM's two factories, and is used like vLLM's `nccl` engine: the trainer's
+rank 0 hosts a store, every worker of every engine joins it, and an update is a series of broadcasts. Every wait ends
+with the deadline.
 """
 
 from __future__ import annotations
@@ -44,19 +45,22 @@ def register() -> None:
     """Register this module's weight transfer as "gloo" with vLLM's factories in this process.
 
     Raises:
-        ValueError: something else is registered under its name.
+        ValueError: another transfer is registered as "gloo".
     """
     WeightTransferEngineFactory.register_engine(NAME, GlooWeightTransferEngine)
     WeightTransferTrainerFactory.register_engine(NAME, GlooTrainerWeightTransferEngine)
 
 
 class GlooGroup:
-    """A process group of the trainer's rank 0 and all workers of the engines, separate from their other groups.
+    """A gloo process group of the trainer's rank 0 and all workers of the engines, outside of torch's default group.
 
     Args:
         info: the address of the store, and the settings of the group.
         rank: this process's rank in the group.
-        listener: on rank 0, the listening socket to which the other ranks connect; None on these.
+        listener: on rank 0, the listening socket to which the other ranks connect; None on the other ranks.
+
+    Raises:
+        SyncError: this process cannot reach rank 0.
     """
 
     def __init__(self, info: GlooInitInfo, rank: int, listener: socket.socket | None = None) -> None:
@@ -84,7 +88,13 @@ class GlooGroup:
         self._group: Any = ProcessGroupGloo(PrefixStore("weights", self._store), rank, world, self._timeout)
 
     def broadcast(self, message: Tensor) -> None:
-        """Broadcast a tensor from rank 0 into that of the other ranks, as bytes: gloo does not know all dtypes."""
+        """Broadcast rank 0's tensor, in place, into the tensors of the other ranks.
+
+        The elements are sent as bytes, because gloo does not know all dtypes.
+
+        Args:
+            message: the contiguous tensor that is sent or overwritten, of equal size on all ranks.
+        """
         if not message.numel():
             return
         from torch.distributed.distributed_c10d import BroadcastOptions
@@ -102,11 +112,11 @@ class GlooInitInfo:
     """The address where the trainer waits, and the settings of the transfer.
 
     Attributes:
-        master_address, master_port: the address of the trainer's store.
+        master_address, master_port: host and port of the trainer's store.
         rank_offset: the rank of this engine's first worker in the group.
-        world_size: rank 0 of the trainer and all workers of all engines.
+        world_size: the number of ranks in the group: 1 for the trainer, and all workers of all engines.
         deadline: how many seconds any wait for another process may take.
-        bucket_bytes: the largest message, unless a single tensor is larger.
+        bucket_bytes: the largest message in bytes, unless a single tensor is larger.
     """
 
     master_address: str
@@ -118,15 +128,17 @@ class GlooInitInfo:
 
 
 class GlooWeightTransferEngine(NCCLWeightTransferEngine):  # type: ignore[misc]
-    """A worker's end of the transfer: it writes what arrives through the model's own loader, in place.
+    """The vLLM worker's end of the gloo weight transfer: receives the trainer's tensors, and loads them into the model.
 
-    On a GPU, layers may keep weights in another form, which vLLM makes anew layer by layer, as for `nccl`.
+    The tensors are written in place, by the model's own `load_weights`. On a GPU, some layers keep their weights in
+    another form than they were loaded in; vLLM then converts them again layer by layer, as it does for its `nccl`
+    transfer.
     """
 
     init_info_cls = GlooInitInfo
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
-        """Join the trainer's group; leaves a group that was joined before."""
+        """Join the trainer's group, and leave a group that was joined before."""
         config = self.parallel_config
         rank = init_info.rank_offset + config.data_parallel_index * config.world_size + config.rank
         self._bucket_bytes = init_info.bucket_bytes
@@ -139,13 +151,21 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):  # type: ignore[misc]
             super().start_weight_update()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive and load all weights; unlike the base class, without an accelerator that it synchronizes with."""
+        """Receive and load all weights; unlike vLLM's base class, also works where there is no accelerator.
+
+        Args:
+            update_info: names, dtypes and shapes of the tensors, in the order in which they are sent.
+        """
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
-        """Receive the messages one by one, and load the tensors of each before the next one is received."""
+        """Receive the messages one by one, and load the tensors of each before the next one is received.
+
+        Args:
+            update_info: names, dtypes and shapes of the tensors, in the order in which they are sent.
+        """
         if self.model_update_group is None:
             raise RuntimeError("init_weight_transfer_engine comes before update_weights")
         columns = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
@@ -156,7 +176,7 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):  # type: ignore[misc]
             self.model.load_weights(unpacked(message, described))
 
     def finish_weight_update(self) -> None:
-        """Finish an update: vLLM restores the weights that nothing came for."""
+        """Finish a weight update: on a GPU, vLLM restores the weights of layers for which no tensor was sent."""
         if self.device.type != "cpu":
             super().finish_weight_update()
 
@@ -166,13 +186,14 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):  # type: ignore[misc]
 
 @dataclass
 class GlooTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
-    """The settings of the trainer's end of the transfer.
+    """The settings of the trainer's end of the gloo weight transfer.
 
     Attributes:
+        backend: the transfer's name in vLLM's factories.
         master_address: this machine's address, as the engines reach it.
-        world_size: rank 0 of the trainer and all workers of all engines.
+        world_size: the number of ranks in the group: 1 for the trainer, and all workers of all engines.
         deadline: how many seconds any wait for another process may take.
-        bucket_bytes: the largest message, unless a single tensor is larger.
+        bucket_bytes: the largest message in bytes, unless a single tensor is larger.
     """
 
     backend: ClassVar[str] = NAME
@@ -184,9 +205,9 @@ class GlooTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
 
 
 class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
-    """The trainer's end of the transfer: rank 0 sends the policy's tensors.
+    """The trainer's end of the gloo weight transfer: rank 0 sends the policy's tensors to the engines' workers.
 
-    The other ranks only read them, because it takes all ranks to gather sharded ones.
+    The trainer's other ranks only iterate over the tensors, because it takes all ranks to gather sharded tensors.
     """
 
     init_info_cls = GlooTrainerInitInfo
@@ -239,12 +260,15 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
             self._group.broadcast(packed(tensor for _, tensor in found))
 
     def shutdown(self) -> None:
-        """Leave the group; engines that wait in it see it close."""
+        """Leave the group; engines that wait for a message from this rank then fail."""
         self._group = None
 
 
 def metadata_of(source: WeightSource) -> list[ParamMeta]:
-    """Return name, dtype and shape of a source's tensors. Until vLLM 0.32 `metadata` is a method, then an attribute."""
+    """Return name, dtype and shape of each tensor that a source of weights yields, in order.
+
+    The source's `metadata` is a method up to vLLM 0.32, and an attribute from 0.33 on.
+    """
     found: Any = source.metadata
     return list(found() if callable(found) else found)
 
@@ -255,7 +279,10 @@ def metadata_of(source: WeightSource) -> list[ParamMeta]:
 def messages(tensors: Iterable[ParamMeta], limit: int) -> Iterator[list[ParamMeta]]:
     """Group tensors, in their order, into messages of one dtype and at most `limit` bytes.
 
-    A tensor that is larger is a message by itself.
+    A tensor that is larger than the limit is a message by itself.
+
+    Yields:
+        The tensors of each message.
     """
     held: list[ParamMeta] = []
     size = 0
@@ -271,12 +298,17 @@ def messages(tensors: Iterable[ParamMeta], limit: int) -> Iterator[list[ParamMet
 
 
 def packed(tensors: Iterable[Tensor]) -> Tensor:
-    """Return tensors of one dtype as one message, (elements,) on the CPU."""
+    """Concatenate tensors of one dtype to one message, (elements,) on the CPU."""
     return torch.cat([tensor.reshape(-1).cpu() for tensor in tensors])
 
 
 def unpacked(message: Tensor, described: Sequence[ParamMeta]) -> list[tuple[str, Tensor]]:
-    """Return the names and tensors of a message; the tensors are views of it."""
+    """Split a message into its tensors, and return their names and the tensors, which are views of the message.
+
+    Args:
+        message: (elements,), all tensors one after the other.
+        described: name, dtype and shape of each tensor in the message.
+    """
     parts = torch.split(message, [math.prod(t.shape) for t in described])
     return [(t.name, part.view(t.shape)) for t, part in zip(described, parts, strict=True)]
 
@@ -296,7 +328,7 @@ def in_threads(
     Args:
         works: functions without arguments.
         seconds: how long all of them together may take.
-        watch: called every few seconds while they run; an error that it raises ends the wait, as one of theirs does.
+        watch: called every few seconds while the functions run; an error that it raises is raised at once as well.
 
     Raises:
         TimeoutError: the functions took longer.

@@ -1,4 +1,4 @@
-"""The trainer's end of a weight transfer: the choice of vLLM's backend, what is sent, and the calls to the servers."""
+"""The trainer's side of a weight transfer by vLLM: the choice of a backend, the tensors sent, the calls to servers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ REMEDY = "Let VLLM_NCCL_SO_PATH name a libnccl.so.2 that fits vLLM"
 
 
 def backend_of(session: Session) -> str:
-    """Return the name of vLLM's weight-transfer backend: the one that the options choose, or for "auto" the usual one.
+    """Return the name of the weight-transfer backend to use: that of the options, or for "auto" `nccl` or `gloo`.
 
-    That is `nccl` where vLLM can use it, else `gloo`.
+    "auto" means `nccl` on GPUs where vLLM can use NCCL, else `gloo`.
 
     Raises:
         ConfigError: `nccl` was chosen, and vLLM cannot use it here.
@@ -52,9 +52,9 @@ def init_info(backend: str, fields: Mapping[str, Any], options: Mapping[str, Any
     """Return the object with which vLLM opens the trainer's end of a weight transfer (the backend's init info).
 
     Args:
-        backend: its name.
-        fields: values that backends may need; those that the backend's init info does not have are left out.
-        options: `TransferOptions.backend_options`, which win.
+        backend: the backend's name.
+        fields: values that a backend may need, by field name; fields that this backend's init info lacks are left out.
+        options: the user's values (`TransferOptions.backend_options`), which take precedence over `fields`.
 
     Raises:
         ConfigError: vLLM knows no such backend, or the backend needs fields that nobody gave.
@@ -74,17 +74,25 @@ def init_info(backend: str, fields: Mapping[str, Any], options: Mapping[str, Any
 
 
 class GroupClient:
-    """A `VLLMWeightSyncClient`. Each call goes to all servers at once and returns when all have answered.
+    """A `VLLMWeightSyncClient` for several servers: each call goes to all at once, and returns when all have answered.
 
-    Every server is an engine of its own and numbers its workers from 0, so arguments that name workers by their rank in
-    the whole group are split between the servers.
+    Every server is an engine of its own and numbers its workers from 0. The process group of the weight transfer has
+    the workers of all servers, so arguments that go by ranks of this group are split between the servers.
+
+    Args:
+        engine: the remote engine, which has the connections to the servers.
+        deadline: how many seconds each call may take.
     """
 
     def __init__(self, engine: ServedEngine, deadline: float) -> None:
         self._engine, self._deadline = engine, deadline
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Let all workers join the group that the trainer opens."""
+        """Let all workers join the process group that the trainer opens.
+
+        Args:
+            init_info: the backend's init info; `rank_offset` is the rank of the first server's first worker.
+        """
         offset, size = init_info.get("rank_offset"), self._engine.plan.ranks
         places = range(len(self._engine.servers))
         infos = [init_info if offset is None else init_info | {"rank_offset": offset + p * size} for p in places]
@@ -95,7 +103,11 @@ class GroupClient:
         self._call("start_weight_update", [()] * len(self._engine.servers))
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """Let all workers receive weights. A list has an entry for each worker of the whole group."""
+        """Let all workers receive weights.
+
+        Args:
+            update_info: the backend's description of the tensors, for all workers or as a list with one for each.
+        """
         servers, size = len(self._engine.servers), self._engine.plan.ranks
         infos: list[Any] = [update_info] * servers
         if isinstance(update_info, list):
@@ -103,7 +115,7 @@ class GroupClient:
         self._call("update_weights", [(info,) for info in infos])
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Finish an update, after all weights have been sent."""
+        """Let all servers finish a weight update, after all weights have been sent."""
         self._call("finish_weight_update", [(weight_version,)] * len(self._engine.servers))
 
     def _call(self, method: str, arguments: Sequence[Sequence[Any]]) -> None:
@@ -113,12 +125,14 @@ class GroupClient:
 class PolicySource(WeightSource):  # type: ignore[misc]
     """The policy's full tensors under checkpoint names, with adapters merged, for vLLM's weight transfer.
 
-    They are read one by one, in a pass between `begin` and `finish`. Reading is collective: every rank reads them all.
+    For each sync, all tensors are read once, one by one, between `begin` and `finish`. Reading is collective: every
+    rank must read all tensors.
 
     Attributes:
-        described: name, dtype and shape of each tensor as the policy has it, in order; making the source reads all
-            tensors once for it.
-        wire: by name, the dtypes to which tensors are cast before they are sent; the others keep theirs.
+        described: name, dtype and shape of each tensor as the policy has it, in order. To learn them, the constructor
+            reads all tensors once.
+        wire: by name, the dtypes to which tensors are cast before they are sent; tensors without an entry keep their
+            dtype.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -130,22 +144,22 @@ class PolicySource(WeightSource):  # type: ignore[misc]
 
     @property
     def bytes(self) -> int:
-        """The bytes that are sent in one pass, over all tensors."""
+        """The bytes of all tensors that one sync sends."""
         return sum(torch.Size(m.shape).numel() * m.dtype.itemsize for m in self.as_sent())
 
     def as_sent(self) -> list[ParamMeta]:
-        """Return the name, dtype and shape of each tensor that a pass yields."""
+        """Return the name, dtype and shape of each tensor that one sync sends, in the order in which they are read."""
         return [ParamMeta(m.name, self.wire.get(m.name, m.dtype), m.shape) for m in self.described]
 
     metadata = functools.cached_property(as_sent) if METADATA_IS_READ else as_sent
 
     def send_as(self, wire: Mapping[str, torch.dtype]) -> None:
-        """Set `wire`, and drop the cached metadata."""
+        """Set the dtypes, by name, to which tensors are cast before they are sent, and drop the cached metadata."""
         self.wire = wire
         self.__dict__.pop("metadata", None)
 
     def begin(self) -> None:
-        """Start a pass over all tensors, on every rank. `finish` must end it."""
+        """Start to read all tensors from the first one, on every rank; `finish` must end the reading."""
         self._pass = self._policy.full_weights()
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -156,17 +170,17 @@ class PolicySource(WeightSource):  # type: ignore[misc]
     iter_full = __iter__  # as vLLM calls it from 0.33 on
 
     def finish(self) -> None:
-        """Read what is left of the pass.
+        """Read the tensors that are left since `begin`.
 
-        Something is left where sending failed on this rank: the other ranks read on, and wait for it at each tensor.
+        Some are left where sending failed on this rank: the other ranks read on, and wait for this one at each tensor.
         """
         while self._next() is not None:
             pass
 
     def _next(self) -> tuple[str, Tensor] | None:
-        """Return name and tensor of the next tensor of the pass; None at its end.
+        """Return the name and the tensor that are next to read since `begin`; None after the last.
 
-        It takes a lock, because a thread that was given up while it sent may still be reading.
+        Takes a lock: a thread that was sending when the deadline passed may still be reading.
         """
         with self._reading:
             return next(self._pass, None)

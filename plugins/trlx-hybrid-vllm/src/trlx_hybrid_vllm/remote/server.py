@@ -1,4 +1,4 @@
-"""A server with vLLM's `AsyncLLM` in a process of its own, and the plan from which it is built, made by the trainer."""
+"""A server that runs vLLM's `AsyncLLM` in a process of its own, and the description from which it is built there."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
 SHARE = 0.9  # of each GPU: an engine of its own has it to itself
 FOLLOWING = ("VLLM_", "HF_", FLOAT32_PRODUCTS)
-"""Prefixes of environment variables that change what vLLM does, and so must be the same where it runs."""
+"""Prefixes of environment variables that change what vLLM does: the trainer's values are passed on to the servers."""
 STAYING = ("VLLM_DIST_IDENT", "VLLM_HOST_IP", "VLLM_PORT", "HF_HOME", "HF_TOKEN", "HF_TOKEN_PATH", "HF_HUB_CACHE")
 """Variables with a prefix in `FOLLOWING` that belong to a process, a machine or a user, so they are not passed on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VLLMServerPlan:
-    """All that is needed to build a server of vLLM in another process, see `trlx_hybrid.contract.serving.ServerPlan`.
+    """A description of a vLLM server, made by the trainer and pickled; the server is built from it in another process.
 
     Attributes:
         architecture: name of the model's class, for messages.
@@ -60,7 +60,7 @@ class VLLMServerPlan:
         max_model_len: the longest prompt plus completion, in tokens.
         dtype: the dtype that the engine computes in.
         quantized: whether the engine quantises the weights that it gets.
-        keeps: whether completions name the ids that each token was sampled from (what top-k and top-p left).
+        keeps: whether completions must name the ids that each token was sampled from (what top-k and top-p left).
     """
 
     architecture: str
@@ -81,7 +81,7 @@ class VLLMServerPlan:
 
 
 def server_plan(session: Session, options: VLLMOptions) -> VLLMServerPlan:
-    """Make the plan from which all servers of a run are built, from its options and the policy in memory."""
+    """Describe the vLLM servers of a run, all of which are built alike, from the options and the policy in memory."""
     from .sender import backend_of
 
     cpu = on_cpu()
@@ -137,10 +137,13 @@ def _environment(cpu: bool, ranks: int, dtype: torch.dtype) -> dict[str, str]:
 
 
 class VLLMServer:
-    """A server of vLLM, see `trlx_hybrid.contract.serving.EngineServer`.
+    """A replica of a vLLM engine in a process of its own, which samples completions and receives weights.
 
     vLLM's engine core runs in a child of this process. Where there are several workers, they run in children of the
     engine core.
+
+    Args:
+        plan: what to build, as the trainer described it.
     """
 
     def __init__(self, plan: VLLMServerPlan) -> None:
@@ -160,10 +163,10 @@ class VLLMServer:
         }
 
     async def start(self) -> None:
-        """Start the engine core. This blocks the event loop: there is nothing else to do yet.
+        """Build vLLM's engine and start its core. This blocks the event loop: there is nothing else to do yet.
 
         Raises:
-            EngineError: vLLM could not build the engine.
+            EngineError: vLLM could not build the engine, or cannot use the NCCL that its weights are to come by.
         """
         os.environ.update(self._plan.environment)
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -192,7 +195,12 @@ class VLLMServer:
                 ) from error
 
     async def generate(self, request: Request, sampling: Sampling) -> Completion:
-        """Sample one completion. Its tokens depend on the request alone: it brings its own seed."""
+        """Sample one completion. The request brings its own seed, so other requests do not change its tokens.
+
+        Raises:
+            EngineError: vLLM cannot serve the request.
+            ServerDiedError: vLLM's engine core died.
+        """
         from ..sampling import (
             completion_of,
             forbidden,
@@ -230,7 +238,7 @@ class VLLMServer:
                 ids.close(request_id)
 
     def _kept_ids(self) -> ServedIds | None:
-        """Return the collector of the ids that each token was sampled from, or None where they are not needed."""
+        """Return the object that collects the ids that each token is sampled from; None where nobody needs the ids."""
         from ..generate.support import ReturnedIds, WorkersIds
 
         if getattr(self._llm.model_config, MASKS, False):
@@ -238,24 +246,30 @@ class VLLMServer:
         return WorkersIds(self._llm) if self._plan.keeps else None
 
     async def _causal_pictures(self) -> str | None:
-        """Return why some worker cannot sample prompts with images, or None; the workers are asked only once."""
+        """Return why vLLM cannot serve prompts with images correctly here, or None; the workers are asked only once."""
         if self._pictures is None:
             self._pictures = await self._llm.collective_rpc("served_causal_pictures")
         return next((reason for reason in self._pictures if reason is not None), None)
 
     async def check(self) -> None:
-        """Raise an error unless the engine core is alive and healthy."""
+        """Raise an EngineError unless vLLM's engine core is alive and healthy; a `ServerDiedError` if it died."""
         try:
             await self._llm.check_health()
         except Exception as error:
             raise self._explained(error, "answer") from error
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call one of the weight sync's methods, by name.
+        """Call one of the methods that a weight sync needs, by name, and return its result.
 
         - `init_weight_transfer_engine`, `start_weight_update`, `update_weights`, `finish_weight_update`: as in vLLM's
-          `VLLMWeightSyncClient`; the last one drops the caches, too.
-        - `learn(names, dtypes, shapes)` and `digests(names)`: see `ServedWorker`; lists, with an entry per worker.
+          `VLLMWeightSyncClient`; the last one also drops the prefix cache and the embeddings of images.
+        - `learn(names, dtypes, shapes)`: finds out, from names, dtypes and shapes of checkpoint tensors, which slices
+          each worker keeps. Returns a list with an entry per worker.
+        - `digests(names)`: hashes the bits of these slices. Returns a list with an entry per worker.
+
+        Raises:
+            EngineError: there is no such method, or it failed.
+            ServerDiedError: vLLM's engine core died.
         """
         if method not in self._methods:
             raise EngineError(f"vLLM's server knows no {method!r}; it knows {', '.join(self._methods)}.")

@@ -1,4 +1,4 @@
-"""The weight path `transfer`: full tensors to engines in other processes, by vLLM's weight-transfer engines."""
+"""Weight sync to vLLM engines in other processes (`weights="transfer"`), by vLLM's weight-transfer engines."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ SLACK = 30.0  # seconds that the whole has beyond the calls inside, so that the 
 
 
 class TransferSync(WeightSync):
-    """Sends the policy's weights from rank 0 to every worker of every engine; every rank reads them.
+    """Sends the policy's full weights from the trainer's rank 0 to every worker of every remote engine.
 
-    The process group with the engines is made once, and again when an engine was replaced. After each attempt, the
-    other ranks are told what went wrong on rank 0, so that no rank waits for one that gave up.
+    All ranks of the trainer take part, because it takes all ranks to gather sharded tensors. The process group with the
+    engines is made once, and again when an engine was replaced. After each attempt to send the weights, rank 0
+    broadcasts what went wrong, so that no rank waits for one that gave up.
     """
 
     name = "transfer"
@@ -44,7 +45,7 @@ class TransferSync(WeightSync):
         self._routes: Routes | None = None
 
     def refuses(self) -> str | None:
-        """Return why this path cannot serve this model and engine, or None."""
+        """Return why vLLM's weight transfer cannot send the policy's weights to this engine, or None if it can."""
         engine: Any = self._session.live_engine
         if not hasattr(engine, "servers"):
             return "the engine lives in the trainer's process"
@@ -53,7 +54,10 @@ class TransferSync(WeightSync):
         return self._session.policy.refuses_gather()
 
     def note(self) -> str | None:
-        """Return a note where the weights go through host memory because vLLM cannot use NCCL, else None."""
+        """Return a note that the weights go through host memory because vLLM cannot use NCCL; None if they do not.
+
+        Printed when the run starts.
+        """
         from ..private.distributed import nccl_missing
         from .sender import REMEDY
 
@@ -64,7 +68,7 @@ class TransferSync(WeightSync):
     # --- syncing ----------------------------------------------------------------------------------------------------
 
     def sync(self) -> LoadReport:
-        """Send all weights to every engine. Engines that die meanwhile are replaced, and all is sent again.
+        """Send all weights to every engine. If engines die meanwhile, they are replaced, and all is sent again.
 
         Raises:
             SyncError: the sync failed for another reason than an engine's death, or engines died at each attempt.
@@ -87,13 +91,17 @@ class TransferSync(WeightSync):
         raise SyncError(f"Engines died at each of {ATTEMPTS} attempts to send them the weights, at last: {told}")
 
     def _attempt(self, work: Callable[[], Any]) -> tuple[bool, str, Any, Exception | None]:
-        """Call `work` on every rank, and tell all ranks what came of it on rank 0.
+        """Call a function on every rank, and broadcast its result or error on rank 0 to all ranks.
 
-        Where an error on rank 0 was caused by the death of an engine, this death is reported in its place.
+        An error on another rank is raised there at once. Where an error on rank 0 was caused by the death of an engine,
+        the death is reported in its place.
+
+        Args:
+            work: a function without arguments.
 
         Returns:
-            Whether an engine died, what went wrong ("" if nothing), what `work` returned on rank 0, and the error,
-            which only rank 0 has.
+            Whether an engine died, the text of the error ("" without one), what `work` returned on rank 0 (None after
+            an error), and the error itself, which is None on other ranks than 0.
         """
         result, error = None, None
         try:
@@ -123,7 +131,10 @@ class TransferSync(WeightSync):
         self._within("the weights to be sent", sender.send_weights)
 
     def _joined_sender(self) -> TrainerWeightTransferEngine:
-        """Return the trainer's end of the transfer to all engines that live now; join them first, if they changed."""
+        """Return vLLM's weight-transfer engine on the trainer's side, joined with all engines that live now.
+
+        It is made anew if the engines have changed since the last sync.
+        """
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
         from . import gloo
@@ -167,15 +178,17 @@ class TransferSync(WeightSync):
         return answers
 
     def _within(self, what: str, work: Callable[[], Any]) -> Any:
-        """Call `work` in a thread, which can be given up: a wait in NCCL for an engine that is gone never ends.
+        """Call a function in a thread, and return its result; stop waiting for it after the deadline.
+
+        The thread is then left behind: a wait in NCCL for an engine that is gone never ends.
 
         Args:
             what: what is waited for, for the error.
-            work: a function without arguments, whose result is returned.
+            work: a function without arguments.
 
         Raises:
             ServerDiedError: an engine died meanwhile.
-            SyncError: the work takes longer than the deadline.
+            SyncError: the function takes longer than the deadline.
         """
         from .gloo import in_threads
 
@@ -193,9 +206,9 @@ class TransferSync(WeightSync):
     # --- check ------------------------------------------------------------------------------------------------------
 
     def check(self, full: bool) -> int:
-        """Compare digests of the policy's tensors with those of every worker of every engine.
+        """Compare digests (hashes of the bits) of the policy's tensors with those of every worker of every engine.
 
-        An engine that dies meanwhile is replaced.
+        An engine that dies meanwhile is replaced, and all weights are sent again.
 
         Args:
             full: compare all tensors; else a few, others at each sync.

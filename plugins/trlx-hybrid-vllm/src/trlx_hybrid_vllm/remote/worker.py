@@ -1,8 +1,9 @@
-"""An extension of vLLM's own workers that knows where weights lie and computes digests of what they hold.
+"""An extension of the workers of remote vLLM engines, with which the trainer checks the weights that they hold.
 
-vLLM mixes `ServedWorker` into its worker (`worker_extension_cls`), on CPUs and GPUs alike. Its methods are called by
-name, in every worker, and their arguments and results travel as plain data. The trainer's `Routes` compare the workers
-with the policy: digests of slices, taken at both ends along the loader's routes.
+vLLM mixes `ServedWorker` into its worker (`worker_extension_cls`), on CPUs and GPUs alike. The trainer calls its
+methods by name, in every worker, and their arguments and results travel as plain data. A worker tells which slices of
+the checkpoint tensors it keeps, and digests (hashes) of their bits. The trainer's `Routes` compute the digests of the
+policy's slices, to compare.
 """
 
 from __future__ import annotations
@@ -29,13 +30,17 @@ dummy_load_format()
 gloo.register()
 
 PlainRoute = list[Any]
-"""A `Route` as plain data: the dtype of the engine's parameter; shape, stride and offset of the slice it reads."""
+"""A slice of a checkpoint tensor that a worker keeps, as plain data: [dtype in the engine, shape, stride, offset].
+
+The dtype is by torch's name; stride and offset are in elements of the checkpoint tensor.
+"""
 
 
 class ServedWorker:
     """Methods for the workers of remote engines, which the trainer calls by name; vLLM mixes them into its own worker.
 
-    They tell how the weights lie and what bits they have, and keep the ids that tokens are sampled from.
+    They tell which slices of the weights a worker keeps and digests of their bits, and record the ids that each token
+    is sampled from (what top-k, top-p and min-p leave).
 
     Attributes:
         vllm_config: the engine's configuration, as vLLM's worker has it.
@@ -57,7 +62,8 @@ class ServedWorker:
             names, dtypes, shapes: of the checkpoint tensors; dtypes by torch's names.
 
         Returns:
-            Two lists: the routes of each tensor (`PlainRoute`), and engine parameters that nothing was written to.
+            Two lists: for each tensor a list of the slices of it that this worker keeps (`PlainRoute`), and the names
+            of engine parameters that nothing was written to.
         """
         loader = WeightLoader(model_in(self))
         described = zip(names, dtypes, shapes, strict=True)
@@ -73,30 +79,44 @@ class ServedWorker:
         return [[[plain(r) for r in loader.routes.get(name, ())] for name in names], list(report.unwritten)]
 
     def served_causal_pictures(self) -> str | None:
-        """Return why this worker's model cannot sample prompts with images, or None; see `models.causal_pictures`."""
+        """Return why vLLM cannot serve prompts with images correctly on this worker's device, or None.
+
+        That is so where the model's image tokens attend to each other in both directions, and vLLM's attention cannot.
+        """
         return causal_pictures(self.vllm_config)
 
     def served_keep(self, forbidden: Sequence[int]) -> None:
-        """Start to keep the ids that each token is sampled from, without `forbidden`, those that a bias forbids."""
+        """Start to record the ids that each token is sampled from.
+
+        Args:
+            forbidden: ids that a logit bias forbids in all requests, which are left out.
+        """
         if not hasattr(self, "_served_ids"):
             vocabulary = self.vllm_config.model_config.get_vocab_size()
             self._served_ids = CapturedIds(self.model_runner, vocabulary, outside)
         self._served_ids.open(forbidden)
 
     def served_kept(self, request_id: str, prompt_tokens: int, tokens: int, live: Sequence[str]) -> list[bytes]:
-        """Return the ids that a finished request's tokens were sampled from: the words and bounds of a `Support`.
+        """Return the token ids that each token of a finished request was sampled from, and drop the record.
 
         Args:
+            request_id: the request's id, as vLLM was given it.
             prompt_tokens: how many tokens the prompt has.
             tokens: how many tokens were sampled.
-            live: ids of requests whose ids will be asked for; the ids of others are dropped.
+            live: ids of the requests that are not finished; the records of all others are dropped.
+
+        Returns:
+            The bytes of the arrays `words` and `bounds` of a `Support`, which holds the token ids in packed form.
         """
         support = self._served_ids.take(request_id, prompt_tokens, tokens)
         self._served_ids.forget_but(live)
         return [support.words.tobytes(), support.bounds.tobytes()]
 
     def served_digests(self, names: Sequence[str]) -> list[list[int]]:
-        """Return for each checkpoint tensor the digests of all places in the engine to which its slices were copied."""
+        """Return for each checkpoint tensor the digests (hashes of the bits) of the slices that this worker keeps.
+
+        `served_learn` must have been called before.
+        """
         loader = self._served_loader
         found = [
             [digest(r.destination.of(loader.tensors[r.parameter].data)) for r in loader.routes.get(name, ())]
@@ -123,11 +143,11 @@ class Routes:
 
     @classmethod
     def learned(cls, names: Sequence[str], servers: Sequence[Sequence[Any]]) -> Routes:
-        """Build the routes from what each server's workers returned from `served_learn`.
+        """Make the object from what each server's workers returned from `served_learn`.
 
         Args:
-            names: the checkpoint tensors.
-            servers: one list per server, with an answer per worker.
+            names: the checkpoint tensors' names, in the order given to `served_learn`.
+            servers: one list per server, with the result of `served_learn` of each worker.
 
         Raises:
             SyncError: an engine has parameters that no tensor is written to, or the servers differ.
@@ -151,9 +171,12 @@ class Routes:
         return cls(found)
 
     def wire(self, dtypes: dict[str, torch.dtype]) -> dict[str, torch.dtype]:
-        """Return the dtypes to cast tensors to before they are sent, to send fewer bytes.
+        """Return, by name, the dtypes to cast tensors to before they are sent, to send fewer bytes.
 
-        These are the tensors that all workers keep in one dtype, narrower than the policy's, which `dtypes` gives.
+        The result has only the tensors that all workers keep in one dtype that is narrower than the policy's.
+
+        Args:
+            dtypes: the policy's dtype of each tensor, by name.
         """
         found = {}
         for name, workers in self.of.items():
@@ -163,7 +186,14 @@ class Routes:
         return found
 
     def digests(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, list[list[int]]]:
-        """Return the digests that the workers have if they hold these weights: by name, worker and slice."""
+        """Return the digests (hashes of the bits) that the workers must report if they hold these weights.
+
+        Args:
+            weights: (name, full tensor) pairs of the policy.
+
+        Returns:
+            For each name, a list per worker with the digest of each slice that the worker keeps.
+        """
         found = {
             name: [[digest(part.of(tensor).to(dtype)) for dtype, part in worker] for worker in self.of[name]]
             for name, tensor in weights
@@ -175,8 +205,8 @@ def differing(expected: dict[str, list[list[int]]], servers: Sequence[Sequence[A
     """Return the names of tensors that a server holds with other bits.
 
     Args:
-        expected: the digests of the policy's tensors, from `Routes.digests`.
-        servers: for each server the digests of its workers, each in the order of `expected`.
+        expected: the digests of the policy's tensors, by name: a list per worker with the digest of each slice.
+        servers: for each server what each of its workers returned from `served_digests` for the names in `expected`.
     """
     return [
         name

@@ -1,1 +1,4 @@
-"""The weight paths to vLLM, and the maps from parameters to the memory that holds them."""
+"""Ways to bring the policy's weights into an in-process vLLM engine: shared memory, copies, LoRA adapters, merging.
+
+Beside them, the record of where in vLLM's memory each parameter of the policy is kept.
+"""

@@ -43,10 +43,10 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One copy that vLLM's loader makes: from a slice of a checkpoint tensor into one of an engine parameter or buffer.
+    """One copy that vLLM's loader makes: from a slice of a checkpoint tensor into a slice of an engine tensor.
 
     Attributes:
-        parameter: vLLM's name of the engine's parameter or buffer.
+        parameter: vLLM's name of the engine's parameter or buffer that is written.
         destination: the slice of this parameter.
         source: the slice of the checkpoint tensor.
     """
@@ -61,9 +61,9 @@ class WeightLoader:
 
     Attributes:
         parameters: the engine's parameters by vLLM's names, without those that vLLM derives from others.
-        tensors: the parameters, and the buffers that a checkpoint may fill.
-        routes: for each checkpoint tensor, the copies that vLLM's loader makes of its slices; filled by the first load,
-            as are the following attributes.
+        tensors: `parameters`, and the buffers that a checkpoint may fill.
+        routes: for each checkpoint tensor, the copies that vLLM's loader makes of its slices. The first `load` fills
+            this attribute and the two below.
         computed_from: checkpoint tensors that the loader computed something from, rather than copy slices of them.
         unexplained: engine tensors that the loader filled with something other than slices of checkpoint tensors, or
             zeros.
@@ -82,10 +82,16 @@ class WeightLoader:
     def load(self, weights: NamedTensors) -> LoadReport:
         """Write checkpoint tensors into the engine, in one call of vLLM's loader, which reads them one by one.
 
-        The first call also records the routes.
+        The first call also records `routes`: which slice of each tensor is copied to where.
+
+        Args:
+            weights: (checkpoint name, full tensor) pairs.
 
         Returns:
             Number and bytes of the tensors, and the names of engine parameters that were not written.
+
+        Raises:
+            SyncError: vLLM's loader has no place for a tensor.
         """
         given: dict[str, int] = {}
         stream = counted(weights, given)
@@ -140,11 +146,12 @@ class _WeakReference(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A checkpoint tensor that vLLM's loader was given, and the elements of its storage between which it lies.
+    """A checkpoint tensor that vLLM's loader was given, and the range of elements that it takes in its storage.
 
     Attributes:
+        name: the tensor's name in the checkpoint.
         storage: a weak reference, so that the tensor can be freed after it is loaded.
-        start, end: the tensor's first element in the storage, and the element behind its last one.
+        start, end: the index of the tensor's first element in the storage, and that of the last one plus 1.
     """
 
     name: str
@@ -160,7 +167,11 @@ class _Source:
         return cls(name, weak(tensor.untyped_storage()), start, end)
 
     def begins(self, view: Tensor) -> bool:
-        """Return whether a view at the same storage address begins within this tensor, and the tensor still exists."""
+        """Return whether a view begins within this checkpoint tensor, and the tensor still exists.
+
+        Args:
+            view: a tensor whose storage has the address that the checkpoint tensor's storage has or had.
+        """
         return self.start <= view.storage_offset() < self.end and not self.storage.expired()
 
 
@@ -171,8 +182,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         parameters: the engine's parameters and buffers, by vLLM's names.
 
     Attributes:
-        written: how many elements of each were written.
-        routes, computed_from, unexplained: as of `WeightLoader`.
+        written: how many elements of each parameter or buffer were written, by vLLM's name.
+        routes: the copies, by the checkpoint tensor that they read.
+        computed_from: checkpoint tensors that something was computed from, rather than slices copied.
+        unexplained: engine tensors that were filled with something other than slices of checkpoint tensors, or zeros.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -238,7 +251,8 @@ _WRITES = {
 def _has_address(value: Any) -> bool:
     """Return whether a value is a plain strided tensor, whose storage has an address.
 
-    Not all are: the tensors that are loaded may come from a merge of adapters, which also computes with sparse ones.
+    While vLLM's loader runs, other tensors may occur: the weights may be made by a merge of adapters, which can compute
+    with sparse tensors.
     """
     return type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided
 
@@ -254,7 +268,8 @@ def _slice(view: Tensor, start: int) -> Slice:
 def differ(view: Tensor, tensor: Tensor) -> Tensor:
     """Return whether the bits of an engine's `view` differ from those of `tensor`, cast to the view's dtype.
 
-    The result is a boolean tensor on the view's device, so that nothing waits for the device; see `flagged`.
+    The result is a boolean scalar tensor on the view's device, so that the host does not wait for the device; `flagged`
+    reads many of these at once.
     """
     return (_bits(view) != _bits(tensor.to(view.device, view.dtype))).any()
 
@@ -265,13 +280,18 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def flagged(names: Iterable[str], flags: Sequence[Tensor]) -> list[str]:
-    """Return the names whose flag is set: a boolean tensor on the device, as from `differ`; all are read at once."""
+    """Return the names whose flag is True.
+
+    Args:
+        names: one for each flag.
+        flags: boolean scalar tensors on one device, as `differ` returns them; they are read with one transfer.
+    """
     values = torch.stack(list(flags)).tolist() if flags else []
     return [name for name, flag in zip(names, values, strict=True) if flag]
 
 
 def counted(weights: NamedTensors, given: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
-    """Pass the tensors on, and record in `given` the bytes of each under its name."""
+    """Yield these (name, tensor) pairs unchanged, and record in `given` the bytes of each tensor under its name."""
     for name, tensor in weights:
         given[name] = tensor.numel() * tensor.element_size()
         yield name, tensor

@@ -1,9 +1,10 @@
-"""The weight path `lora`: the base stays in the engine, shared where it can be, and only the adapter moves.
+"""Weight sync of LoRA adapters (`weights="lora"`): the base stays in the engine, and each sync moves only the adapter.
 
-It is copied from memory to memory, never merged, never through a file. vLLM allocates the slots of every wrapped layer
-once, when the engine is built, and its kernels and CUDA graphs read them at those addresses. An empty adapter is
-registered there under a fixed id; each write copies A and scaling * B of every PEFT layer into the slots. vLLM never
-sees the trainer's tensors: its own way of loading an adapter would keep them and multiply them by the scaling in place.
+The adapter is copied from memory to memory, never merged, never through a file. vLLM's LoRA slots are the tensors in
+which it keeps A and B of each adapted layer. It allocates them once, when the engine is built, and its kernels and CUDA
+graphs read them at those addresses. An empty adapter is registered with vLLM under a fixed id; each sync copies A and
+scaling * B of every PEFT layer into the slots. vLLM never sees the trainer's tensors: its own way of loading an adapter
+would keep them and multiply them by the scaling in place.
 """
 
 from __future__ import annotations
@@ -36,22 +37,28 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
 ADAPTER_ID = 1
-"""The adapter's id. vLLM's warm-up adapters count from 1: a dummy run then finds this id taken, and uses it instead of
-evicting it."""
-OUTSIDE = 32
-"""The number of parts of vLLM's slots that one sync checks for zeros, of those that the adapter does not fill.
+"""The id under which the policy's adapter is registered with vLLM.
 
-Each slot has about four such parts.
+vLLM's warm-up adapters are numbered from 1: its dummy runs find this id registered, and use the adapter instead of
+evicting it.
+"""
+OUTSIDE = 32
+"""The number of regions of vLLM's LoRA slots, outside of what the adapter fills, that one sync checks for zeros.
+
+Each slot has about four unfilled regions. They are checked in turn.
 """
 
 
 class LoraSync(WeightSync):
     """Copies the adapter from the trainer's memory into vLLM's LoRA slots.
 
-    The base is frozen: it is shared or copied once, or streamed once where the policy is sharded or held in 4 bits, the
-    engine holds slices, or the engine's bits are not the policy's. Each sync moves only the adapter, with one
-    exception: the engine's copy of a base in 4 bits, several times as large, is freed in sleep mode and is written
-    anew.
+    The base is frozen. The engine shares its memory, or gets one copy. The base is loaded once through vLLM's loader
+    (`StreamedBase`) where the policy is sharded or held in 4 bits, the engine's ranks hold slices, or the engine's bits
+    are not the policy's. Each sync moves only the adapter, with one exception: the engine's copy of a base that the
+    policy holds in 4 bits is several times as large; sleep mode frees it, and the next sync writes it again.
+
+    Attributes:
+        keeps_weights: True where the engine's base weights must stay in memory after a rollout.
     """
 
     name = "lora"
@@ -63,7 +70,7 @@ class LoraSync(WeightSync):
         self._slots: AdapterSlots | None = None
 
     def refuses(self) -> str | None:
-        """Return why this path cannot serve this model and engine, or None."""
+        """Return why the policy's adapter cannot be copied into this engine's LoRA slots, or None if it can."""
         engine: Any = self._session.live_engine
         if not hasattr(engine, "adapters_refused"):
             return "it reaches into vLLM's memory, and another engine is in use"
@@ -85,7 +92,7 @@ class LoraSync(WeightSync):
         return None
 
     def open(self) -> None:
-        """Open the path of the base, so that policy and engine share its memory where they can."""
+        """Prepare the sync of the base weights: let policy and engine share memory where they can."""
         self._base.open()
 
     def sync(self) -> LoadReport:
@@ -98,23 +105,23 @@ class LoraSync(WeightSync):
         return LoadReport(tensors=base.tensors + self._slots.tensors, bytes=base.bytes + moved)
 
     def put_back(self) -> bool:
-        """Restore, after the rollout, base weights that the sync overwrote though other tensors share their memory.
+        """Restore the engine's memory where a sync has overwritten base weights that the user's tensors still use.
+
+        Called after the rollout.
 
         Returns:
-            Whether the engine lost weights by that.
+            Whether anything was restored, so that the engine no longer has the policy's weights.
         """
         return self._base.put_back()
 
     def forget(self) -> None:
-        """Let the next sync move frozen weights again, and compare the adapter's layers with those of the slots."""
+        """Let the next sync write frozen base weights again, and check that PEFT's layers are those of the slots."""
         self._base.forget()
         if self._slots is not None:
             self._slots.forget()
 
     def check(self, full: bool) -> int:
-        """Compare the engine's base weights and LoRA slots with the policy's.
-
-        The base is compared by the path that brought it (`alias`, `copy` or streaming), the slots bit for bit.
+        """Compare the engine's base weights and LoRA slots with the policy's base and adapter, bit for bit.
 
         Args:
             full: compare everything; else a few tensors at each call, in turn.
@@ -131,14 +138,14 @@ class LoraSync(WeightSync):
         return checked + (self._slots.tensors if full else min(self._slots.tensors, 2 * SAMPLED_TENSORS))
 
     def release(self) -> None:
-        """Copy base weights that lie in the memory of the closed engine to memory of their own."""
+        """Give the policy's base weights that share the closed engine's memory their own memory again."""
         self._base.release()
 
 
 class StreamedBase(WeightSync):
     """Loads the base model's weights through vLLM's loader once, where policy and engine share no memory.
 
-    Collective: each tensor is gathered in full, one layer at a time. Nothing frozen moves again as long as the engine
+    Collective: each tensor is gathered in full, one layer at a time. Later syncs load nothing, as long as the engine
     keeps its weights and nobody writes to the base.
     """
 
@@ -150,7 +157,7 @@ class StreamedBase(WeightSync):
         self._turns, self._moved = Rotation(), False
 
     def refuses(self) -> str | None:
-        """Return why loading the base just once is not enough or not possible, or None."""
+        """Return why the base cannot be loaded into the engine, or would have to be loaded at each sync; else None."""
         if self._session.live_engine.quantized:
             return "a quantised engine keeps no copy of the weights"
         for name, p in self._policy.base_parameters().items():
@@ -159,7 +166,7 @@ class StreamedBase(WeightSync):
         return self._policy.refuses_gather(merge=False)
 
     def open(self) -> None:
-        """Keep bitsandbytes from repacking the policy's base weights, so that they stay equal to what is streamed."""
+        """Keep bitsandbytes from repacking the policy's base weights: they must stay equal to what the engine gets."""
         quantised.keep_bits(self._policy.modules)
 
     def sync(self) -> LoadReport:
@@ -191,14 +198,15 @@ class StreamedBase(WeightSync):
         return {f"{name} {n}": t for name, held in own.items() for n, t in enumerate(plain_tensors(held))}
 
     def forget(self) -> None:
-        """Let the next sync stream the base again."""
+        """Let the next sync load the base into the engine again."""
         self._streamed = False
 
     def check(self, full: bool) -> int:
         """Compare the engine's base weights with the policy's, bit for bit.
 
         Args:
-            full: compare all tensors; else a few at each call, in turn, and none where this sync did not stream them.
+            full: compare all tensors; else a few at each call, in turn, and none if the last sync did not load the
+                base.
 
         Returns:
             How many tensors were compared.
@@ -243,8 +251,8 @@ class AdapterSlots:
     """vLLM's LoRA slots (the tensors that hold an adapter's A and B for each layer), filled from the trainer's model.
 
     Args:
-        llm: vLLM's LLM, in process, built with `arguments.lora_arguments`.
-        policy: the policy that these arguments were made from.
+        llm: vLLM's LLM in this process, built with the arguments that `lora_arguments` returned for the policy.
+        policy: the policy, a PEFT model with one active adapter.
 
     Raises:
         SyncError: vLLM has no slot for some adapted module, or memory beyond the adapter's rank is not zero.
@@ -263,8 +271,8 @@ class AdapterSlots:
     def reset(self) -> None:
         """Zero all slots and register the adapter with vLLM again; a `write` must follow.
 
-        It must be called after a sleep that freed the weights. The slots lie in the same memory. So do the buffers that
-        say which token takes which adapter, and vLLM refills these only when the batch's composition changes.
+        Must be called after a sleep that freed the weights, since the slots lie in the memory that was freed. So do the
+        buffers that say which token takes which adapter, and vLLM refills these only when the batch's requests change.
 
         Raises:
             SyncError: vLLM has no slot for some adapted module, or memory beyond the adapter's rank is not zero.
@@ -285,7 +293,7 @@ class AdapterSlots:
     def write(self) -> int:
         """Copy the adapter into the slots, in a few multi-tensor launches; a disabled adapter is written as zeros.
 
-        Collective where the policy is sharded: each factor is gathered.
+        Collective where the policy is sharded: each A and B is gathered.
 
         Returns:
             Bytes of adapter tensors read.
@@ -323,7 +331,7 @@ class AdapterSlots:
         self._same_layers = False
 
     def differing(self, full: bool = True) -> list[str]:
-        """Compare the slots bit for bit with A and scaling * B, and check that what the adapter does not fill is zero.
+        """Compare the slots bit for bit with A and scaling * B, and check that the unfilled rest of them is zero.
 
         Collective where the policy is sharded.
 
@@ -394,11 +402,11 @@ class AdapterSlots:
             )
 
     def _slot(self, name: str, module: ModuleSlots) -> Slot | None:
-        """Return the part of vLLM's slots for a module that its adapter fills, or None where A and B do not fit there.
+        """Return the part of a module's slots in vLLM that its adapter fills, or None where A and B do not fit there.
 
         Args:
             name: the policy's name of the module.
-            module: vLLM's slots for it, of the largest rank.
+            module: vLLM's slots for the module, sized for the largest rank that the engine was built for.
         """
         layer = self._layers[name]
         (rank, columns), (rows, _) = shapes = [w.shape for w in weights_of(layer, self._adapter)]
@@ -448,10 +456,10 @@ class AdapterSlots:
 
 
 def _stray(outside: Sequence[tuple[str, Tensor]]) -> list[str]:
-    """Return the names of those tensors that are not zero.
+    """Return the names of the modules whose LoRA slots are not zero where the adapter does not fill them.
 
     Args:
-        outside: parts of vLLM's slots that the adapter does not fill, each with vLLM's name of the module.
+        outside: the parts of vLLM's slots that must be zero, each with vLLM's name of its module.
     """
     names = [f"{part} (outside the adapter)" for part, _ in outside]
     return list(dict.fromkeys(flagged(names, [t.any() for _, t in outside])))
@@ -462,16 +470,18 @@ def _stray(outside: Sequence[tuple[str, Tensor]]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The part of vLLM's memory that holds the adapter of one PEFT layer.
+    """The part of vLLM's LoRA slots that holds the adapter of one PEFT layer.
 
-    Under tensor parallelism, an engine's rank has some columns of A or some rows of B, as it has those of the weight.
+    Under tensor parallelism, each rank of the engine has some columns of A or some rows of B, as it has those of the
+    weight.
 
     Attributes:
         name: the policy's name of the adapted module.
         layer: PEFT's layer.
-        a: view of vLLM's memory, (r, in).
-        b: view of vLLM's memory, (out, r).
-        cut: what cuts out this rank's parts of A and B; None where the rank has all of both.
+        a: view of vLLM's memory for A, (r, in).
+        b: view of vLLM's memory for B, (out, r).
+        cut: vLLM's slots of the module, whose `parts` cuts out this rank's share of A and B; None where the rank has
+            all of both.
     """
 
     name: str
@@ -481,7 +491,7 @@ class Slot:
     cut: ModuleSlots | None
 
     def parts(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return this rank's parts of the whole A (r, in) and B (out, r)."""
+        """Return the parts of the whole A (r, in) and B (out, r) that this rank of the engine holds."""
         return (a, b) if self.cut is None else self.cut.parts(a, b)
 
 
@@ -499,7 +509,7 @@ def factors_of(slots: Sequence[Slot], adapter: str) -> list[tuple[Tensor, Tensor
 def weights_of(layer: LoraLayer, adapter: str) -> tuple[Tensor, Tensor]:
     """Return A and B of a PEFT layer's adapter, sharded if the policy is.
 
-    They are looked up at each call, because training may rebind any of them. The lookup avoids
+    The tensors are looked up at each call, because training may rebind any of them. The lookup avoids
     `nn.Module.__getattr__`, which takes longer than the copies for some 200 layers.
     """
     parts = layer._modules

@@ -1,8 +1,8 @@
-"""The weight path `merged`: base and adapter are added in the engine's own weights, and it decodes at the base's speed.
+"""Weight sync by merging (`weights="merged"`): the engine's own weights become base plus LoRA adapter.
 
-The trainer's base and adapter stay as they are, and separate. The price is a rounding: the engine's dtype loses those
-parts of an adapter that are too small beside the weights, and early in training most of it is. So `auto` never takes
-this path.
+The engine then decodes as fast as without an adapter. The trainer's base and adapter stay as they are, and separate.
+The price is a rounding: the engine's dtype loses those parts of an adapter that are too small beside the weights, and
+early in training most of the adapter is. So `weights="auto"` never chooses this.
 """
 
 from __future__ import annotations
@@ -38,15 +38,19 @@ COUNTED = 1 << 24  # elements of a weight (its first rows) that the share is com
 
 
 class MergedSync(SharedSync):
-    """Writes W + s * B @ A to where the engine keeps W, for every adapted layer at each sync; the rest is as in `copy`.
+    """Weight sync that writes W + s * B @ A over the engine's copy of W, for every adapted layer at each sync.
 
-    Product and sum are float32, and rounded once. For one adapter in float32 whose scaling s is a power of two, these
-    are the bits that `gather` brings through PEFT's merge, which rounds the scaled product before the sum.
+    W is the base weight, and s the adapter's scaling. Weights without an adapter are copied and cast, as `SharedSync`
+    does it.
 
-    The share of the adapter that survives is logged: with D = s * B @ A, the engine's weights W', and W rounded as if
-    there were no adapter, it is <W' - W, D> / <D, D>, over a few weights, others at each sync. 1 is all of the adapter
-    and 0 nothing. It counts what points in the adapter's direction: noise that averages out costs nothing. It is left
-    out while D is zero.
+    Product and sum are computed in float32, and rounded once. For one adapter in float32 whose scaling is a power of
+    two, the bits are those of `weights="gather"`, which uses PEFT's merge; that rounds the scaled product before the
+    sum.
+
+    Rounding may swallow small adapters, so the share that survives is logged, from a few weights, others at each sync.
+    With D = s * B @ A, the engine's merged weight E, and R = W rounded to the engine's dtype, the share is
+    <E - R, D> / <D, D>: 1 where all of the adapter survives, 0 where nothing does. Rounding noise that averages out
+    does not lower it. Nothing is logged while D is zero.
     """
 
     def __init__(self, session: Session, options: MergedOptions) -> None:
@@ -74,7 +78,7 @@ class MergedSync(SharedSync):
         """Return the adapted layers by the names of the weights that they change.
 
         Raises:
-            SyncError: some adapter is not plain LoRA, which this path cannot merge.
+            SyncError: some adapter is not plain LoRA, and so cannot be merged here.
         """
         reason = beyond_lora(self._policy.base)
         if reason is not None:
@@ -84,7 +88,7 @@ class MergedSync(SharedSync):
         return {names[id(module.base.weight)]: module for _, module in modules if module.layers}
 
     def note(self) -> str:
-        """Return a note that merging rounds, and which metric tells how much is lost by it."""
+        """Return a note, printed when the run starts, that merging rounds, and which metric tells how much is lost."""
         how = "stochastically" if self._stochastic else "to the nearest"
         return (
             f"merged: the sum of base and adapter is rounded to {self._dtype} ({how}) at each sync. {SHARE} says how "
@@ -98,9 +102,12 @@ class MergedSync(SharedSync):
     # --- syncing -----------------------------------------------------------------------------------------------------
 
     def sync(self) -> LoadReport:
-        """Sync as the weight path `copy` does, but write the sum of base and adapter for each adapted layer.
+        """Copy the policy's weights into the engine, and for each adapted layer the sum of base and adapter.
 
-        Which layers are adapted is looked up again: one may have got its first adapter, or lost its last.
+        The adapted layers are looked up at each sync: a layer may have got its first adapter, or lost its last.
+
+        Returns:
+            Number and bytes of the base weights that were read.
         """
         self._layers = self._find()
         return super().sync()
@@ -132,7 +139,8 @@ class MergedSync(SharedSync):
     def _generator(self, name: str) -> torch.Generator | None:
         """Return the random generator for rounding a weight; None to round to nearest.
 
-        It is seeded alike on all ranks, and in the check after a sync.
+        The generator of a weight has the same seed on all ranks and in the check after the sync, so that all round
+        alike.
         """
         if not self._stochastic or self._views[name].dtype is not torch.bfloat16:
             return None
@@ -145,8 +153,14 @@ class MergedSync(SharedSync):
     def check(self, full: bool) -> int:
         """Merge base and adapter again, and compare the sums with the engine's weights bit for bit.
 
-        As in the weight path `copy`, all are compared when `full`, else a few each time. It returns how many. It also
-        records the surviving share of the adapter for a few adapted weights, others at each sync.
+        Also record the metric for the share of the adapter that survives rounding, from a few adapted weights, others
+        at each sync.
+
+        Args:
+            full: compare all weights; else a few at each call, in turn.
+
+        Returns:
+            How many weights were compared.
 
         Raises:
             SyncError: names each parameter that differs.
@@ -196,7 +210,7 @@ class Factors:
         a: A, (r, in).
         b: B, (out, r).
         scaling: the factor of B @ A, PEFT's `alpha / r`.
-        transposed: whether the weight is (in, out): embeddings, and layers that PEFT calls `fan_in_fan_out`.
+        transposed: whether the layer's weight is (in, out), as in embeddings and what PEFT calls `fan_in_fan_out`.
     """
 
     a: Tensor
@@ -205,7 +219,11 @@ class Factors:
     transposed: bool
 
     def product(self, rows: slice = slice(None)) -> Tensor:
-        """Return B @ A in the weight's shape, or only these rows of it, in float32, also under autocast."""
+        """Return B @ A, without the scaling, in the shape of the layer's weight, in float32, also under autocast.
+
+        Args:
+            rows: the rows of the weight's shape to compute; by default all.
+        """
         b, a = (self.b, self.a[:, rows]) if self.transposed else (self.b[rows], self.a)
         with torch.autocast(b.device.type, enabled=False):
             product = b.float() @ a.float()
@@ -236,8 +254,9 @@ def factors_of(name: str, layer: LoraLayer, adapter: str) -> Factors:
 def merge(weight: Tensor, factors: Sequence[Factors], out: Tensor, generator: torch.Generator | None = None) -> None:
     """Write `weight` plus scaling * B @ A of all adapters to `out`, rounded once to the dtype of `out`.
 
-    It takes two kernels and the memory of one weight in float32, or of three with random rounding. `torch.addmm` would
-    need no such memory, but takes factors of the weight's dtype: rounded to bf16 before they are multiplied.
+    With one adapter this takes two kernels and the memory of one weight in float32, or of three with random rounding.
+    `torch.addmm` would need no extra memory, but its factors must have the weight's dtype, and so would be rounded to
+    bf16 before they are multiplied.
 
     Args:
         weight: of any floating dtype, shaped like `out`.
@@ -257,9 +276,9 @@ def merge(weight: Tensor, factors: Sequence[Factors], out: Tensor, generator: to
 def rounded_at_random(values: Tensor, generator: torch.Generator) -> Tensor:
     """Round each of these float32 values to one of the two bfloat16 numbers next to it, at random; return float32.
 
-    A bfloat16 number is the upper half of a float32 one. The lower half, out of 2^16, is the probability of the number
-    that is further from zero, so that the mean is the value. Values that are bfloat16 numbers stay, as do infinities
-    and NaN.
+    A bfloat16 number is the upper 16 bits of a float32 number. The lower 16 bits, divided by 2^16, are the probability
+    of rounding away from zero, so that the mean is the value. Values that are bfloat16 numbers already stay, as do
+    infinities and NaN.
     """
     noise = torch.randint(1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
     rounded = noise.add_(values.view(torch.int32)).bitwise_and_(-1 << 16).view(torch.float32)

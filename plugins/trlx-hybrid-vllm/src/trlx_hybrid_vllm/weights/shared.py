@@ -1,4 +1,7 @@
-"""The weight paths `alias` and `copy`, for a policy and an engine that are one replica on one device."""
+"""Weight sync on one device, by sharing memory (`weights="alias"`) or by copies (`weights="copy"`).
+
+For a policy that is not sharded, and an engine that runs on one rank.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +31,20 @@ SMALL_RATE = 1e-5  # below, an AdamW step is smaller than half the distance of m
 class SharedSync(WeightSync):
     """Keeps the engine's memory equal to the policy's base parameters, by sharing one memory where it can.
 
-    A parameter may be rebound or replaced at any time (`p.data = averaged`, `load_state_dict(assign=True)`). So it is
-    looked up in its module at each sync, and its new content is copied into the engine. If nobody else refers to its
-    old or its new memory, it then becomes a view again. If somebody keeps the old memory, to put it back after an
-    evaluation, the old bits are saved before the copy and put back when the rollout is over.
+    A shared parameter is a view of the engine's memory. The user's code may rebind or replace it at any time
+    (`p.data = averaged`, `load_state_dict(assign=True)`). So each parameter is looked up in its module at each sync,
+    and one that left the engine's memory is copied into it. If no other tensor uses the old or the new memory, the
+    parameter then becomes a view again. If another tensor still uses the engine's memory, for instance to restore the
+    weights after an evaluation, its bits are saved before the copy and put back after the rollout.
 
     Args:
         alias: whether parameters may become views of the engine's memory; otherwise all are copied.
-        adapted: whether another path brings the policy's adapters, and this one is for their base only.
+        adapted: whether the policy's adapters are brought by other means (LoRA slots, merging), and only the base
+            weights by this object.
 
     Attributes:
-        keeps_weights: whether the engine's memory must outlive the rollout, because the policy is in it.
+        keeps_weights: True where the engine's weights must stay in memory after the rollout, because the policy's
+            parameters are views of them.
         aliased: names of the parameters that are views of the engine's memory.
         copied: names of the parameters whose bits are copied at each sync.
     """
@@ -62,9 +68,9 @@ class SharedSync(WeightSync):
         return self._session.live_engine
 
     def refuses(self) -> str | None:
-        """Return why this weight path, `alias` or `copy`, cannot serve this model and engine, or None.
+        """Return why the policy's weights cannot be shared with this engine, or copied into it; None if they can.
 
-        Loads the weights once through vLLM's loader, to learn where they lie.
+        Loads the weights once through vLLM's loader, to learn where in the engine's memory they lie.
         """
         reason = self._refuses_at_sight()
         if reason is None:
@@ -123,9 +129,9 @@ class SharedSync(WeightSync):
     # --- sharing -----------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Make the parameters that can be aliased views of the engine's memory.
+        """Turn each parameter that can be shared into a view of the engine's memory (`aliased`).
 
-        Called right after `refuses`, which has loaded the weights, so their bits do not change.
+        Called right after `refuses`, which has loaded the weights into the engine: so no parameter's bits change.
         """
         assert self._places is not None, "refuses() comes first"
         self._slots = self._policy.base_slots()
@@ -137,7 +143,10 @@ class SharedSync(WeightSync):
             self._parameter(name).data = self._views[name]
 
     def note(self) -> str | None:
-        """Return a warning where aliased 16-bit weights are trained at a learning rate that their rounding loses."""
+        """Return a warning, printed when the run starts, that rounding to 16 bits loses most optimizer steps, or None.
+
+        That is so for shared 16-bit weights at a low learning rate.
+        """
         rate = getattr(self._session.args, "learning_rate", None)
         if not self._alias or self._policy.dtype.itemsize > 2 or rate is None or rate >= SMALL_RATE:
             return None
@@ -148,10 +157,13 @@ class SharedSync(WeightSync):
         )
 
     def sync(self) -> LoadReport:
-        """Copy to the engine all that is not aliased; frozen parameters are copied once.
+        """Copy to the engine all parameters that are not views of its memory; frozen ones only once.
 
         Returns:
-            Number and bytes of the tensors copied: none where all are aliased and nobody rebound a parameter.
+            Number and bytes of the tensors copied: none where all are views and nobody rebound a parameter.
+
+        Raises:
+            SyncError: a parameter has another shape than when the engine was built.
         """
         lost, self._copied_once = self._engine.weights_lost or not self._copied_once, True
         copied = {name: self._parameter(name) for name in self.copied}
@@ -181,21 +193,28 @@ class SharedSync(WeightSync):
         return p.requires_grad
 
     def _write(self, sources: dict[str, Tensor]) -> None:
-        """Copy these parameters, by name, into the engine in one multi-tensor launch, which casts them."""
+        """Copy tensors into the engine, with a cast to its dtype, in one multi-tensor launch.
+
+        Args:
+            sources: the policy's tensors by parameter name.
+        """
         if sources:
             torch._foreach_copy_([self._views[name] for name in sources], list(sources.values()))
 
     def _written(self, name: str) -> Tensor:
-        """Return what a sync writes into the engine for a parameter, before the cast, to compare it afterwards."""
+        """Return what a sync writes into the engine for the parameter of this name, for the comparison afterwards.
+
+        It is not cast to the engine's dtype yet.
+        """
         return self._parameter(name).detach()
 
     def put_back(self) -> bool:
-        """Restore the bits of aliased memory that others also refer to, and that a sync has overwritten.
+        """Restore the engine's memory where a sync has overwritten bits that tensors of the user's code still use.
 
         Called after the rollout.
 
         Returns:
-            Whether there was any, so that the engine no longer has the policy's weights.
+            Whether anything was restored, so that the engine no longer has the policy's weights.
         """
         borrowed, self._borrowed = self._borrowed, {}
         for name, bits in borrowed.items():
@@ -215,20 +234,21 @@ class SharedSync(WeightSync):
         return p
 
     def _moved(self) -> dict[str, nn.Parameter]:
-        """Return, by name, the aliased parameters that somebody rebound or replaced: they left the engine's memory."""
+        """Return, by name, the parameters that are views of the engine's memory no longer: somebody rebound them."""
         now = ((name, self._parameter(name)) for name in self.aliased)
         return {name: p for name, p in now if p.data_ptr() != self._views[name].data_ptr()}
 
     def check(self, full: bool) -> int:
-        """Check pointers, shapes and strides of aliased parameters, and the bits of copied ones.
+        """Check that shared parameters are still views of the engine's memory, and that copied ones have equal bits.
 
-        All bits are compared when `full`, else those of a few parameters each time, in turn.
+        Args:
+            full: compare the bits of all copied parameters; else of a few at each call, in turn.
 
         Returns:
             How many parameters were checked.
 
         Raises:
-            SyncError: names each parameter that is not the engine's.
+            SyncError: the engine's weights are not the policy's; the message names each parameter.
         """
         moved = self._moved()
         copied = self.copied if full else self._turns.take(self.copied)
@@ -249,7 +269,7 @@ class SharedSync(WeightSync):
         return len(self.aliased) + len(copied) + len(buffers)
 
     def release(self) -> None:
-        """Give each aliased parameter memory of its own again.
+        """Give each parameter that is a view of the engine's memory its own memory again.
 
         Must be called after the engine is closed: then the engine's memory is freed one fused tensor after the other,
         as the last view of each goes.
@@ -264,7 +284,12 @@ class SharedSync(WeightSync):
 
 
 def refuse_other_bits(what: str, differing: list[str]) -> None:
-    """Raise a SyncError that names the differing weights, if there are any; `what` begins its message."""
+    """Raise a SyncError that names the differing weights, if there are any.
+
+    Args:
+        what: what is wrong with them, for the message ("the engine holds other bits than the policy").
+        differing: the names of the weights.
+    """
     if differing:
         raise SyncError(
             f"After the weight sync {what} in {listed(differing)}. Report it with `trlx-hybrid env`; weights='gather' "
@@ -273,10 +298,10 @@ def refuse_other_bits(what: str, differing: list[str]) -> None:
 
 
 def own_storage(view: Tensor) -> Tensor:
-    """Return the same memory as a tensor with a storage of its own, which begins and ends with the tensor.
+    """Return a tensor in the same memory as `view`, whose storage begins and ends with the tensor.
 
     Query, key and value parameters would otherwise be three views of one storage, and whatever looks for shared
-    storages (safetensors, `accelerator.save_model`) would drop two of them. Keeps the memory alive.
+    storages (safetensors, `accelerator.save_model`) would drop two of them. The result keeps the memory alive.
     """
     return dlpack.from_dlpack(view.detach())
 
@@ -284,7 +309,7 @@ def own_storage(view: Tensor) -> Tensor:
 def _refers_alone(tensor: Tensor) -> bool:
     """Return whether no other tensor uses this tensor's storage.
 
-    The use count is then 2: the tensor, and the storage handle that asks.
+    The storage's use count is then 2: one for the tensor, and one for the handle by which the count is read.
     """
     storage = tensor.untyped_storage()
     return bool(torch._C._storage_Use_Count(storage._cdata) == 2)

@@ -1,13 +1,13 @@
-"""A map from each parameter of the policy to its place in vLLM's memory, for weight paths that share it or write into
-it.
+"""A map from each parameter of the policy to its place in vLLM's memory, for weight syncs that share that memory or
+write into it.
 
-vLLM fuses, pads and slices what it loads. The routes that its own loader took (`loader.py`) say where every slice of a
-checkpoint tensor went. Here each route is read as a box of a parameter of the policy, with the strided memory that
-holds it, and adjacent boxes are joined: a loader that goes expert by expert copies hundreds. No table of model names is
-involved.
+vLLM fuses, pads and slices what it loads. `loader.py` records every copy that vLLM's own loader makes: from which slice
+of a checkpoint tensor, to where. Here each copy is read as a box, one index range per dimension, of a parameter of the
+policy, together with the strided memory that holds it. Adjacent boxes are joined: a loader that goes expert by expert
+makes hundreds of copies. No table of model names is involved.
 
-Where the policy keeps other tensors in memory than in its checkpoint, as with fused experts, its own conversion is run
-over a tensor of indices: the result tells which elements vLLM's loader was given.
+Where the policy keeps other tensors in memory than in its checkpoint, as with fused experts, the conversion by which
+transformers saves the model is run over a tensor of indices: the result tells which elements vLLM's loader was given.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class PlacedBox:
-    """A box of a parameter of the policy, and the place where an engine parameter holds it.
+    """A box (one index range per dimension) of a parameter of the policy, and the engine's memory that holds it.
 
     Attributes:
         box: half-open index ranges in the policy's parameter, one per dimension.
@@ -50,9 +50,9 @@ class WeightMap:
     """The places in vLLM's memory of all boxes (one index range per dimension) of all parameters of a policy.
 
     Attributes:
-        pieces: the boxes of each parameter of the policy, by its name in memory, with their places; none for a
+        pieces: the boxes of each parameter of the policy, by the parameter's name, with their places; none for a
             parameter that vLLM's loader did not read.
-        buffers: routes of the policy's persistent buffers into engine parameters and buffers.
+        buffers: the copies that vLLM's loader makes of the policy's persistent buffers.
         irregular: parameters of which vLLM's loader copied something that is not a box, with a description of the copy.
         computed: parameters that vLLM's loader computed something from, rather than copy them.
         unknown: checkpoint tensors that the loader copied from, and that come from no parameter or buffer of the
@@ -85,7 +85,7 @@ class WeightMap:
                 self.pieces[name] = joined(found)
 
     def memory_of(self, piece: PlacedBox) -> Tensor:
-        """Return the engine's memory of a box, as a view in the box's shape."""
+        """Return the engine's memory that holds this box of a parameter, as a view in the box's shape."""
         return piece.memory.of(self.loader.tensors[piece.parameter].data)
 
 
@@ -93,16 +93,17 @@ class WeightMap:
 
 
 def piece_of(route: Route, shape: Sequence[int]) -> PlacedBox | None:
-    """Return the box of a parameter that a copy of vLLM's loader reads, and its place in the engine.
+    """Return the box of a parameter (one index range per dimension) that vLLM's loader copies, and where it is put.
 
-    None where the elements that it reads are not a box (one index range per dimension).
+    The copied view may have the parameter's dimensions in another order (transposed), several dimensions in place of
+    one (heads), or one in place of several (flat).
 
     Args:
-        route: the copy; its source is a slice of the parameter.
+        route: one copy that vLLM's loader made; its source is a slice of the parameter.
         shape: the parameter's shape; the parameter is contiguous.
 
-    The copy may have the tensor's dimensions in another order (transposed), several dimensions in place of one (heads),
-    and one in place of several (flat).
+    Returns:
+        The box and its place; None where the elements that are copied form no box.
     """
     source, memory = route.source, route.destination
     copied = zip(source.stride, source.shape, memory.stride, strict=True)
@@ -133,10 +134,15 @@ def piece_of(route: Route, shape: Sequence[int]) -> PlacedBox | None:
 
 
 def _parts(policy: Policy, name: str, shape: tuple[int, ...], device: torch.device) -> Mapping[str, Tensor | None]:
-    """Return the checkpoint tensors that one parameter becomes, by name, each as flat indices into the parameter.
+    """Return the checkpoint tensors that one parameter is saved as, by name, each as flat indices into the parameter.
 
-    None in place of indices says that the checkpoint tensor is the parameter itself. The indices of one fused tensor
-    take as much memory as the tensor in float32, until the next one's are made.
+    None in place of the indices says that the checkpoint tensor is the parameter itself. The indices take as much
+    memory as the parameter in float32.
+
+    Args:
+        name: the parameter's name in the policy.
+        shape: the parameter's shape.
+        device: the device on which the indices are made.
     """
     if not policy.converts:
         return {name: None}
@@ -154,8 +160,9 @@ def _sources(
     """Yield each copy that vLLM's loader made of a parameter, with the slice of the parameter that it read.
 
     Args:
-        parts: the checkpoint tensors that the parameter becomes, from `_parts`.
-        routes: all copies, by the checkpoint tensor that they read.
+        parts: the checkpoint tensors that the parameter is saved as, by name: flat indices into the parameter, or None
+            for the parameter itself.
+        routes: all copies of vLLM's loader, by the checkpoint tensor that they read.
 
     Yields:
         The checkpoint tensor's name, the copy, and the slice; None where what was read is no strided slice.
@@ -172,9 +179,9 @@ def _sources(
 
 
 def _slices(taken: Sequence[Tensor]) -> list[Slice | None]:
-    """Return for each tensor of flat indices the strided slice with these indices, or None where there is none.
+    """Return for each tensor of flat indices the strided slice that covers just these indices in this order.
 
-    Reads from the device twice, however many tensors there are.
+    None where the indices form no strided slice. Reads from the device twice, however many tensors there are.
     """
     if not taken:
         return []
@@ -198,7 +205,10 @@ def _indices(part: Slice, like: Tensor) -> Tensor:
 
 
 def joined(pieces: Iterable[PlacedBox]) -> list[PlacedBox]:
-    """Join boxes that are adjacent in the parameter and in the engine's memory, in one pass over each dimension."""
+    """Join boxes of one parameter that are adjacent both in the parameter and in the engine's memory.
+
+    A box is an index range per dimension, with its place in the engine.
+    """
     found = list(pieces)
     for d in range(len(found[0].box) if found else 0):
         alike: defaultdict[object, list[PlacedBox]] = defaultdict(list)
@@ -211,7 +221,7 @@ def joined(pieces: Iterable[PlacedBox]) -> list[PlacedBox]:
 
 
 def _runs(pieces: Sequence[PlacedBox], d: int) -> list[PlacedBox]:
-    """Join the adjacent ones among boxes that differ along dimension `d` only."""
+    """Join adjacent boxes of a parameter, all of which have equal index ranges except in dimension `d`."""
     runs: list[PlacedBox] = []
     for piece in sorted(pieces, key=lambda p: (p.box[d], p.memory.offset)):
         longer = _continued(runs[-1], piece, d) if runs else None
@@ -223,7 +233,15 @@ def _runs(pieces: Sequence[PlacedBox], d: int) -> list[PlacedBox]:
 
 
 def _continued(run: PlacedBox, piece: PlacedBox, d: int) -> PlacedBox | None:
-    """Return both boxes as one, or None where the second does not begin, along dimension `d`, where the first ends."""
+    """Return two boxes of a parameter joined into one; None where they are not adjacent.
+
+    Along dimension `d`, the second must begin where the first ends, in the parameter and in the engine's memory.
+
+    Args:
+        run: the first box.
+        piece: the second box.
+        d: the dimension in which they differ.
+    """
     (start, end), (after, stop) = run.box[d], piece.box[d]
     stride, rest = divmod(piece.memory.offset - run.memory.offset, end - start)
     known = [p.memory.stride[d] for p in (run, piece) if p.memory.shape[d] > 1]
@@ -234,7 +252,7 @@ def _continued(run: PlacedBox, piece: PlacedBox, d: int) -> PlacedBox | None:
 
 
 def _with(values: tuple[Any, ...], d: int, *instead: Any) -> tuple[Any, ...]:
-    """Return a copy of the values in which the one at index `d` is replaced by those of `instead`, or left out."""
+    """Return a copy of a tuple with the value at index `d` replaced by those of `instead`, or removed without any."""
     return (*values[:d], *instead, *values[d + 1 :])
 
 
@@ -244,11 +262,12 @@ def _with(values: tuple[Any, ...], d: int, *instead: Any) -> tuple[Any, ...]:
 class Places:
     """The strided regions of engine parameters that each hold the whole of one parameter of the policy.
 
-    They are looked up right after a load of the weights. A region counts only if its bits are the parameter's.
+    Must be made right after a load of the weights: a region counts only if its bits are now the parameter's.
 
     Attributes:
-        found: the regions by the parameter's name in memory.
-        refused: parameters that no region holds, and engine parameters filled with something else, with the reason.
+        found: the regions by the name of the policy's parameter.
+        refused: the reasons, by name, for policy parameters that no region holds, and for engine parameters that were
+            filled with something computed.
     """
 
     def __init__(self, policy: Policy, weights: WeightMap) -> None:
@@ -285,17 +304,17 @@ class Places:
 
 
 def regions(model: torch.nn.Module, weights: WeightMap) -> Regions:
-    """Return which boxes of each weight this rank's engine memory holds, and where.
+    """Return which boxes (one index range per dimension) of each weight this rank's engine memory holds, and where.
 
     Writing to all of these regions renews all weights of the engine.
 
     Args:
         model: vLLM's model.
-        weights: the places of all boxes in it.
+        weights: the places in the model's memory of all boxes of the policy's parameters.
 
     Raises:
-        EngineError: vLLM's loader copies something that is not a box (one index range per dimension), or the engine
-            holds something that comes from no weight.
+        EngineError: vLLM's loader copies something that is not a box, or the engine holds something that comes from no
+            weight.
     """
     loader = weights.loader
     if loader.unexplained:
@@ -323,7 +342,12 @@ def regions(model: torch.nn.Module, weights: WeightMap) -> Regions:
 
 
 def _uncovered_rows(parameter: Tensor, covered: Sequence[Slice]) -> Iterator[Tensor]:
-    """Yield the rows of an engine's matrix, as views of adjacent rows, that no slice of whole rows covers."""
+    """Yield views of the rows of an engine's matrix that none of the slices covers, one view per run of adjacent rows.
+
+    Args:
+        parameter: the engine's matrix.
+        covered: slices of it; those that do not have whole rows are ignored.
+    """
     starts = ((s.offset // parameter.stride(0), s.shape) for s in covered if s.shape[1:] == tuple(parameter.shape[1:]))
     free = 0
     for start, stop in [*sorted((at, at + shape[0]) for at, shape in starts), (parameter.shape[0],) * 2]:

@@ -1,7 +1,8 @@
-"""A server that plays verifiers' episodes for a trainer (`server`), and the harness that verifiers loads by the name of
-this package.
+"""A server that plays verifiers' episodes for a trainer (module `server`), and the harness that verifiers loads by
+the name of this package.
 
-The harness only holds a conversation. verifiers' own harnesses are programs that it installs in a runtime.
+A harness is what verifiers runs for each agent, to call the model. This one only holds a conversation; verifiers' own
+harnesses are programs that it installs in a runtime.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ __all__ = ["ChatHarness"]
 
 
 class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
-    """A harness that asks the model for one reply per segment, in this process; verifiers resumes it for the next."""
+    """A verifiers harness, which makes an agent's calls of the model. This one asks for one reply per launch, in this
+    process; verifiers launches it again for each further reply in the conversation."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_RESUME = True
@@ -34,7 +36,7 @@ class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
         data: Any,
         **given: object,
     ) -> ProgramResult:
-        """Ask the model for a reply to the conversation so far. verifiers calls this once per segment.
+        """Ask the model for a reply to the conversation so far. verifiers calls this once for each reply.
 
         Args:
             ctx: verifiers' model context, of which the model's name is used.

@@ -1,4 +1,5 @@
-"""One episode of verifiers, in which each call of the model waits for a completion that the trainer sends."""
+"""An episode that the library verifiers plays, in which each call of the model waits for a completion from the
+trainer."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class ServedEpisode:
     # --- the trainer's side -----------------------------------------------------------------------------------------
 
     async def go_on(self, kind: str, data: JsonObject) -> JsonObject:
-        """Begin the episode or pass on the model's reply, then wait for new messages or the end.
+        """Begin the episode, or pass on the model's reply to it; then wait for new messages for the model, or for the
+        episode's end.
 
         Args:
             kind: "reset" to begin; anything else passes on a reply.
@@ -98,10 +100,10 @@ class ServedEpisode:
     # --- verifiers' side --------------------------------------------------------------------------------------------
 
     async def reply(self, trace: str, body: JsonObject) -> str:
-        """Return the model's reply to a chat request, once the trainer has sent it.
+        """Return the text of the model's reply to a chat request of verifiers, once the trainer has sent the reply.
 
         Args:
-            trace: id of the trace that verifiers asks for, the record of what one agent does.
+            trace: id of verifiers' trace (its record of what one agent does) that the request belongs to.
             body: the request, in the form of OpenAI's chat completions.
 
         Raises:
@@ -122,7 +124,7 @@ class ServedEpisode:
         """Return the messages of a request that the model has not been shown yet.
 
         Args:
-            trace: id of verifiers' trace (its record of one agent) that the request belongs to.
+            trace: id of verifiers' trace (its record of what one agent does) that the request belongs to.
             body: the request, in the form of OpenAI's chat completions. It repeats the whole conversation.
 
         Raises:

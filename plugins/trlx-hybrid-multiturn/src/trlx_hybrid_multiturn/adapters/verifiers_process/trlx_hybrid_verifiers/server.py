@@ -25,7 +25,7 @@ HARNESS = __package__  # as verifiers finds it
 
 
 class Server:
-    """A server for one environment of verifiers.
+    """A server that plays the episodes of one verifiers environment for the trainer.
 
     Args:
         taskset: the taskset's id.
@@ -34,7 +34,7 @@ class Server:
 
     Attributes:
         env: verifiers' environment.
-        episodes: the running episodes, by the id of verifiers' trace.
+        episodes: the running episodes, by the id of a trace, verifiers' record of what one agent does.
         context: verifiers' model context, whose requests come to this server; set by `serve`.
     """
 

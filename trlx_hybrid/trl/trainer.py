@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,11 +44,10 @@ from .generation.early_rewards import begun_early
 from .generation.prompts import naming_resets
 from .generation.truncation_rule import MASKS
 from .generation.vllm_generation import trajectories_of
-from .refusals import SCORING
 from .scoring import agreement, kept_ids, loss
 from .scoring.deferred import NUMBER, defers, reads_old
 from .scoring.divergence import leave_out_unscored
-from .scoring.reference import check_reference, is_policy
+from .scoring.reference import active_adapters, check_reference, scored_by_policy
 from .scoring.scoring_call import ScoringCall, kept_in_rollout, rollout_experts
 from .state import Batch, MicroBatch, RunState, Window
 from .stock import StockTrainer
@@ -226,7 +225,7 @@ class HybridTrainer(Base):
         if run.deferred.outlived(session.weight_version):  # an earlier `train()` stopped within a rollout
             self._buffered_inputs, self._step = None, 0
         fresh = step == 0 and session.weight_version == 0 and not session.config.rollout_only
-        if fresh and self._scores_reference:
+        if fresh and scored_by_policy(self):
             check_reference(session.policy, session.ranks, autocast_dtype(self.args))
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
@@ -247,14 +246,12 @@ class HybridTrainer(Base):
             run.window = Window(self.state.global_step)
         run.terms_added = False
         timed = nullcontext() if run.step_metrics is None else run.step_metrics.micro_batch()
-        with session.memory.reporting(), timed:
+        with session.memory.reporting():
             if session.config.rollout_only:
-                result = self._only_sampled(model, inputs)
+                with timed:
+                    result = self._only_sampled(model, inputs)
             else:
-                in_training = (
-                    nullcontext() if session.selection.stock else loss.in_training(model, session.policy.modules)
-                )
-                with in_training:
+                with loss.in_training(model, None if session.selection.stock else session.policy.modules), timed:
                     result = super().training_step(model, inputs, *args, **kwargs)
                 loss.end_micro_batch(self, run)
             run.window.done += 1
@@ -315,7 +312,7 @@ class HybridTrainer(Base):
         session.policy.look()
         run.left_out_by = session.sampling.truncated_by() if session.over_support else None
         kept = tool_calling.settings_kept(self, "tools", "log_multimodal", MASKS)
-        with run.scored_batch() as batch, kept, naming_resets(), self._active_adapters():
+        with run.scored_batch() as batch, kept, naming_resets(), active_adapters(self):
             rows = session.rows = self._chosen_rows(run, list(inputs), training)
             batch.scores_old = session.router_replay is not None and reads_old(self)
             in_one_step = functools.partial(loss.in_one_step, self, run)
@@ -352,19 +349,6 @@ class HybridTrainer(Base):
         if training and run.session.algorithms.filters:
             rows = resampling.resampled(self, run, rows, functools.partial(self._sample, run))
         return rows
-
-    @property
-    def _scores_reference(self) -> bool:
-        """True where TRL scores a reference that is the policy itself with other adapters, or with none."""
-        return not self.session.selection.stock and self._base_name in SCORING and is_policy(self)
-
-    @contextmanager
-    def _active_adapters(self) -> Iterator[None]:
-        """Return a context that restores the policy's active adapters at its end, where TRL switches them to score the
-        reference."""
-        policy = self.session.policy
-        with adapters_kept(policy.module, policy.modules) if self._scores_reference else nullcontext():
-            yield
 
     def _trajectories(self, batch: Batch) -> Any:
         return trajectories_of(

@@ -124,6 +124,18 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
         self._end("loss")
 
     @contextmanager
+    def further_loss(self) -> Iterator[None]:
+        """Return a context after `micro_batch` whose time counts as the loss's, too. An error inside discards the
+        step's measurement."""
+        self._begin("loss")
+        try:
+            yield
+        except BaseException:
+            self._step = None
+            raise
+        self._end("loss")
+
+    @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Return a context that measures its time as a part of a micro-batch's preparation. In an evaluation, in a loss
         or within another part, it measures nothing.

@@ -4,7 +4,7 @@ micro-batches as TRL drew them, and terms that algorithms add to a loss."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -98,16 +98,24 @@ def end_micro_batch(trainer: StockTrainer, run: RunState) -> None:
         )
     if (joined := window.joined) is not None and joined.taken:
         window.joined = None
-        with in_step_time(trainer):
+        with _in_loss_time(trainer, run):
             joined.backward()
     if (measured := window.to_measure) is not None and window.joined is None:
         window.to_measure = None
-        with in_step_time(trainer):
+        with _in_loss_time(trainer, run):
             agreement.measure(trainer, run, measured)
 
 
 @contextmanager
-def in_training(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
+def _in_loss_time(trainer: StockTrainer, run: RunState) -> Iterator[None]:
+    """Return a context after TRL's training step whose time counts as the step's and as the loss's."""
+    further = nullcontext() if run.step_metrics is None else run.step_metrics.further_loss()
+    with in_step_time(trainer), further:
+        yield
+
+
+@contextmanager
+def in_training(model: nn.Module, modules: Sequence[nn.Module] | None) -> Iterator[None]:
     """Return a context in which the first call of `model.train()` does nothing if all modules are in training mode
     already.
 
@@ -115,8 +123,11 @@ def in_training(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None
     call, the model has its own method again, so that it can be copied, for example.
 
     Args:
-        modules: all modules of the model, without wrappers such as DDP.
+        modules: all modules of the model, without wrappers such as DDP; None changes nothing.
     """
+    if modules is None:
+        yield
+        return
     stock, own = model.train, vars(model).get("train")
 
     def put_back() -> None:

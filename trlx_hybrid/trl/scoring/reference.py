@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,7 @@ from ...errors import ConfigError
 from ...policy.adapters import adapter_layers, adapters_kept, held_by, tuned
 from ...policy.policy import local
 from ...policy.precision import PROBE_TOKENS, TOLERANCE, coarsest
+from ..refusals import SCORING
 
 if TYPE_CHECKING:
     from ...interprocess.ranks import Ranks
@@ -126,9 +127,20 @@ def _held_twice(layer: Any, active: list[str]) -> Iterator[tuple[list[nn.Paramet
     return ((held[name], held[frozen]) for name, frozen in _copies(active).items())
 
 
-def is_policy(trainer: StockTrainer) -> bool:
-    """Return whether the reference is no separate model, but the policy with other adapters or with none."""
-    return getattr(trainer, "ref_model", None) is None and getattr(trainer, "beta", 0) != 0
+def scored_by_policy(trainer: StockTrainer) -> bool:
+    """Return whether TRL scores a reference that is no separate model, but the policy with other adapters or with none,
+    in a run whose completions this package samples."""
+    without = getattr(trainer, "ref_model", None) is None and getattr(trainer, "beta", 0) != 0
+    return without and trainer._base_name in SCORING and not trainer.session.selection.stock
+
+
+@contextmanager
+def active_adapters(trainer: StockTrainer) -> Iterator[None]:
+    """Return a context that restores the policy's active adapters at its end, where TRL switches them to score the
+    reference."""
+    policy = trainer.session.policy
+    with adapters_kept(policy.module, policy.modules) if scored_by_policy(trainer) else nullcontext():
+        yield
 
 
 def activate_copies(model: Any) -> None:

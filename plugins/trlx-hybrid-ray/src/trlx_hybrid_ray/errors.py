@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 
 from trlx_hybrid.errors import TROUBLESHOOTING, HybridError
@@ -59,6 +60,18 @@ class WorkerDiedError(WorkerError):
 class DeadlineError(WorkerError, TimeoutError):
     """The error for a worker that did not answer in time. A worker of a worker group may still be at work, so
     `Future.result` can be called again."""
+
+
+class EnvironmentLostError(asyncio.CancelledError):
+    """The error for an environment that will not answer any more, because its worker (the actor that holds it) died or
+    a call of it never returned. The message names the environment's class, the method and the reason.
+
+    It is no subclass of `Exception`: a tool loop would show an `Exception` to the model as the tool's error, and
+    continue with an environment that is gone. This package's rollout `multi_turn` ends the trajectory, masks it in the
+    loss and counts it in a metric. TRL's own loop cannot leave a trajectory out, so there the error ends the run. The
+    base class is `CancelledError`, because an event loop survives a cancellation, but no other exception outside of
+    `Exception`.
+    """
 
 
 def brief(error: BaseException) -> str:

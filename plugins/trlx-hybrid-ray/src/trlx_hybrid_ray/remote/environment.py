@@ -32,7 +32,7 @@ from ..actors import (
     reply_of,
     result_of,
 )
-from ..errors import brief
+from ..errors import EnvironmentLostError, brief
 from ..waiting import Handle, Reference, arrives, wait
 
 T = TypeVar("T")
@@ -43,26 +43,14 @@ REMEDY = "Let its constructor make what cannot be sent: constructors run in the 
 OPTIONAL = ("get_reward", "close")
 """The methods that return None, instead of raising, for an environment that is lost: it cannot be scored and need not
 be closed."""
-SPARE = 4  # threads of a worker beside one per environment, for making and dropping environments
+SPARE = 4
 """The number of threads of a worker (an actor with environments) in addition to one per environment, for making and
 deleting environments, and for calls that hang."""
-STUCK = 2  # so many hanging calls per worker take none of its places
+STUCK = 2
 """The number of environments with a hanging call, per worker, that are left out when a worker's environments are
 counted, so that other environments can take their places."""
-ORDER_SECONDS = 10.0  # seconds to wait for an earlier call to arrive
+ORDER_SECONDS = 10.0
 """The seconds that a call waits for an earlier call of the same environment to start."""
-
-
-class EnvironmentLostError(asyncio.CancelledError):
-    """The error for an environment that will not answer any more, because its worker (the actor that holds it) died or
-    a call of it never returned. The message names the environment's class, the method and the reason.
-
-    It is no subclass of `Exception`: a tool loop would show an `Exception` to the model as the tool's error, and
-    continue with an environment that is gone. This package's rollout `multi_turn` ends the trajectory, masks it in the
-    loss and counts it in a metric. TRL's own loop cannot leave a trajectory out, so there the error ends the run. The
-    base class is `CancelledError`, because an event loop survives a cancellation, but no other exception outside of
-    `Exception`.
-    """
 
 
 def remote_environment(

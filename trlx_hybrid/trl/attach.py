@@ -42,7 +42,7 @@ from .generation.truncation_rule import BY_TOKEN, MASKS, rule_of
 from .generation.vllm_generation import Generation
 from .metrics.session_metrics import SessionMetrics
 from .metrics.step_metrics import StepMetrics
-from .refusals import DEFERRED, KEPT_IDS, OTHER_PROMPTS, ROUTER_REPLAY, SCORER, SCORING, Facts, overriding
+from .refusals import DEFERRED, KEPT_IDS, OTHER_PROMPTS, ROUTER_REPLAY, SCORING, SCORING_COMPONENT, Facts, overriding
 from .replay.recording import Recording
 from .replay.replay import Recorder, Replay
 from .rewards import HOOK, refuse_missing_package, refuse_other_arguments
@@ -127,14 +127,10 @@ def choose(trainer: StockTrainer, chosen: Chosen, given: Mapping[str, Any]) -> d
         )
     selection = replace(select(config, arguments, registry), environment=environment, algorithms=algorithms)
     chosen.selection, chosen.complete = selection, True
-    if config.scoring is not None:
-        own = overriding(trainer, SCORER)
-        if own is not None or trainer._base_name not in SCORING:
-            raise ConfigError(
-                f"HybridConfig.scoring={config.scoring!r} cannot serve {name}: "
-                f"{f'{own} computes its log-probs' if own else 'it is none of ' + ' and '.join(SCORING)}. "
-                "Leave it out."
-            )
+    reason = None if config.scoring is None else SCORING_COMPONENT.refused(Facts(trainer))
+    if reason is not None:
+        way_out = SCORING_COMPONENT.way_out
+        raise ConfigError(f"HybridConfig.scoring={config.scoring!r} cannot serve {name}: {reason}. {way_out}")
     if not selection.stock:
         _refuse(trainer, given)
     return brought

@@ -45,6 +45,12 @@ def overriding(trainer: StockTrainer, *methods: str) -> str | None:
     return None
 
 
+def own_rollout(trainer: StockTrainer) -> bool:
+    """Return whether a user's `rollout_func` brings tokens, with their log-probs, that this package has not sampled."""
+    custom = getattr(trainer, "rollout_func", None)
+    return custom is not None and not getattr(custom, "samples_from_session", False)
+
+
 @dataclass(frozen=True, slots=True)
 class Facts:
     """The facts of a run that the table's conditions read.
@@ -73,12 +79,6 @@ class Facts:
     def sampler(self) -> str:
         """The quoted name of the engine that samples, for messages; 'transformers' where TRL samples."""
         return repr(self.engine.name if self.engine is not None else "transformers")
-
-    @property
-    def own_rollout(self) -> bool:
-        """True where a user's `rollout_func` brings tokens that this package has not sampled."""
-        custom = getattr(self.trainer, "rollout_func", None)
-        return custom is not None and not getattr(custom, "samples_from_session", False)
 
     def over(self, *methods: str) -> str:
         """Return the first of the user's methods that overrides one of TRL's `methods`, as "Class.method"; "" if there
@@ -120,9 +120,17 @@ class Option(NamedTuple):
         return next(filter(None, (refusal.why(facts) for refusal in self.refusals)), None)
 
 
-def _replaced_scorer(facts: Facts) -> str:
-    return (own := facts.over(SCORER)) and f"{own} computes its log-probs"
-
+SCORING_COMPONENT = Option(
+    "a scoring by name (`HybridConfig.scoring`)",
+    "Leave it out.",
+    (
+        Refusal(f"a class overrides `{SCORER}`", lambda f: (own := f.over(SCORER)) and f"{own} computes its log-probs"),
+        Refusal(
+            "another trainer than " + " and ".join(SCORING),
+            lambda f: _where(f.trainer._base_name not in SCORING, "it is none of " + " and ".join(SCORING)),
+        ),
+    ),
+)
 
 DEFERRED = Option(
     "old log-probs from the first loss (`scoring_options={'deferred': True}`)",
@@ -226,7 +234,9 @@ KEPT_IDS = Option(
         ),
         Refusal(
             "a `rollout_func` of one's own",
-            lambda f: _where(f.own_rollout, "a rollout_func brings tokens without the ids that they were sampled from"),
+            lambda f: _where(
+                own_rollout(f.trainer), "a rollout_func brings tokens without the ids that they were sampled from"
+            ),
         ),
         Refusal(f"a class overrides `{SCORER}`", lambda f: (own := f.over(SCORER)) and f"{own} computes log-probs"),
         Refusal(
@@ -240,7 +250,7 @@ ROUTER_REPLAY = Option(
     "`HybridConfig.router_replay`",
     "Leave it out.",
     (
-        Refusal(f"a class overrides `{SCORER}`", _replaced_scorer),
+        Refusal(f"a class overrides `{SCORER}`", lambda f: (own := f.over(SCORER)) and f"{own} computes its log-probs"),
         Refusal(
             "a model without experts",
             lambda f: _where(
@@ -348,4 +358,4 @@ EARLY_REWARDS = Option(
     ),
 )
 
-OPTIONS = (DEFERRED, REGROUPED, KEPT_IDS, ROUTER_REPLAY, OTHER_PROMPTS, EARLY_REWARDS)
+OPTIONS = (SCORING_COMPONENT, DEFERRED, REGROUPED, KEPT_IDS, ROUTER_REPLAY, OTHER_PROMPTS, EARLY_REWARDS)

@@ -53,6 +53,11 @@ class Window:
     joined: JoinedPass | None = None
     to_measure: dict[str, Any] | None = None
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """The place of the next micro-batch in the run: the step, and the micro-batch's number in it."""
+        return self.step, self.done
+
 
 @dataclass(slots=True, eq=False)
 class Batch:

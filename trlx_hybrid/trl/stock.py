@@ -22,6 +22,11 @@ Rows = list[dict[str, Any]]
 """Rows of a dataset, or micro-batches, by column."""
 
 
+def mode_of(trainer: StockTrainer) -> str:
+    """Return the key of TRL's metrics and logs for what runs now: "train", or "eval" in an evaluation."""
+    return "train" if trainer.model.training else "eval"
+
+
 class StockTrainer:
     """A trainer of TRL's, as this package knows it. The class exists for annotations: nothing is made of it.
 

@@ -272,8 +272,8 @@ class HybridTrainer(Base):
         run = self._run
         if run is None:
             return super()._prepare_inputs(generation_batch)
-        known, place = self._buffered_inputs, (run.window.step, run.window.done)
-        with nullcontext() if run.replay is None else run.replay.in_place(self, place):
+        known = self._buffered_inputs
+        with nullcontext() if run.replay is None else run.replay.in_place(self, run.window.place):
             inputs = super()._prepare_inputs(generation_batch)
         drawn = self._buffered_inputs
         if drawn is not known and drawn is not None:
@@ -291,14 +291,15 @@ class HybridTrainer(Base):
         run = self._run
         if run is None:
             return super()._generate_and_score_completions(inputs)
-        place = run.window.step, run.window.done
         if run.replay is not None:
-            values = run.replay.batch(self, place)
+            values = run.replay.batch(self, run.window.place)
             if NUMBER in values:
                 run.deferred.begin(values, self.model.training, self.session.weight_version)
             return values
         if run.recorder is not None:
-            return run.recorder.recorded(self, place, lambda: (self._rolled_out(run, inputs), run.batch.rewards))
+            return run.recorder.recorded(
+                self, run.window.place, lambda: (self._rolled_out(run, inputs), run.batch.rewards)
+            )
         return self._rolled_out(run, inputs)
 
     def _rolled_out(self, run: RunState, inputs: Rows) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
+from ...episodes.tokens import common_prefix
 from .findings import ConformanceError, require
 
 if TYPE_CHECKING:
@@ -84,14 +85,14 @@ class _Template:
             role: the role of these messages, for error messages.
         """
         asked, ids = self._ids([ASKED], speak=True), self._ids([ASKED, turn])
-        begun = _shared(asked, ids)
+        begun = common_prefix(asked, ids)
         ends = [place for place in range(begun, len(ids)) if ids[place] in self._ends]
         for message in following:
             whole = self._ids([ASKED, turn, message], speak=True)
-            held = [place for place in ends if place < _shared(ids, whole)] or ends
+            held = [place for place in ends if place < common_prefix(ids, whole)] or ends
             turn_ids = ids[: held[-1] + 1] if held else ids
             if whole[: len(turn_ids)] != turn_ids:
-                place = _shared(whole, turn_ids)
+                place = common_prefix(whole, turn_ids)
                 before, after = (self._tokenizer.decode(one[max(0, place - 5) :][:20]) for one in (turn_ids, whole))
                 found = f"A {role}'s message after the model's changes what stands before it: {before!r} to {after!r}."
                 raise ConformanceError(f"{found} {WAY_OUT}")
@@ -125,7 +126,7 @@ class _Template:
             "Set it, or call `trl.chat_template_utils.add_response_schema(tokenizer)` where TRL knows the template.",
         )
         prompt, answered = self._ids([ASKED], speak=True), self._ids([ASKED, CALLED])
-        turn = answered[_shared(prompt, answered) :]
+        turn = answered[common_prefix(prompt, answered) :]
         try:
             if getattr(tokenizer, "response_template", None) is not None:
                 parsed = tokenizer.parse_response(turn, prefix=prompt)
@@ -165,9 +166,3 @@ class _Template:
             roles = ", ".join(str(message["role"]) for message in messages)
             found = f"Messages of the roles {roles} cannot be rendered: {type(error).__name__}: {error}."
             raise ConformanceError(f"{found} Let the template take these roles in this order.") from error
-
-
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the common prefix of two sequences."""
-    differ = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(differ, min(len(one), len(other)))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..stock import mode_of
 from .truncation_rule import MASKS, by_last_token
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def correct_metrics(trainer: StockTrainer, lengths: Sequence[int], rule: Sequenc
     length, theirs, ours = trainer.accelerator.gather(numbers).T
     if bool((theirs == ours).all()):
         return
-    metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+    metrics = trainer._metrics[mode_of(trainer)]
     if not metrics["completions/clipped_ratio"]:  # a user's own `_generate` logs nothing
         return
     metrics["completions/clipped_ratio"][-1] = ours.float().mean().item()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..refusals import own_rollout
+
 if TYPE_CHECKING:
     from ..stock import StockTrainer
 
@@ -26,9 +28,8 @@ def by_last_token(trainer: StockTrainer, completion_ids: Sequence[Sequence[int]]
 def rule_of(trainer: StockTrainer) -> str:
     """Return the rule by which this run takes completions for truncated, as far as it is known before sampling:
     BY_ENGINE (the engine's finish reasons) or BY_TOKEN (the last token, as in TRL)."""
-    custom = getattr(trainer, "rollout_func", None)
     replays = trainer.session.config.replay is not None
     ours = replays or not trainer.session.selection.stock
-    if ours and trainer.use_vllm and (custom is None or getattr(custom, "samples_from_session", False)):
+    if ours and trainer.use_vllm and not own_rollout(trainer):
         return BY_ENGINE
     return BY_TOKEN

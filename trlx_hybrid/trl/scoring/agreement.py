@@ -8,18 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..refusals import SCORER, overriding
+from ..refusals import SCORER, overriding, own_rollout
 from . import shape
 
 if TYPE_CHECKING:
     from ..state import RunState
     from ..stock import StockTrainer
-
-
-def own_log_probs(trainer: StockTrainer) -> bool:
-    """Return whether a user's `rollout_func` samples the tokens and returns their log-probs."""
-    custom = getattr(trainer, "rollout_func", None)
-    return custom is not None and not getattr(custom, "samples_from_session", False)
 
 
 def check(
@@ -48,7 +42,7 @@ def check(
         batch["completion_ids"],
         temperature=trainer.temperature,
         step=session.step,
-        own_sampler=own_log_probs(trainer),
+        own_sampler=own_rollout(trainer),
         over_support=run.left_out_by is not None,
         rollout=source if source is not None and source.slot == "rollout" else None,
         again=_again(trainer, run, again) if _comparable(trainer, run, again) else None,
@@ -80,7 +74,7 @@ def _comparable(trainer: StockTrainer, run: RunState, batch: Mapping[str, Any]) 
     return (
         (not session.selection.stock or replayed is not None)
         and not shape.switched_off(session.config.max_logprob_gap, replayed)
-        and not own_log_probs(trainer)
+        and not own_rollout(trainer)
         and shape.measurable(batch)
         and not trainer.is_deepspeed_enabled  # its backward pass also takes the optimizer step
         and overriding(trainer, SCORER) is None

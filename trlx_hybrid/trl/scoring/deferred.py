@@ -24,6 +24,8 @@ from torch import Tensor
 
 from ...errors import StaleWeightsError
 from ...weights.verify import noise
+from ..checkpoint.data_order import micro_batches_of_a_rollout
+from ..stock import mode_of
 from .divergence import DIVERGENCE, RATIO, corrects, importance_ratio, left_out, log_divergence
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ def reads_old(trainer: StockTrainer) -> bool:
     loss."""
     if trainer._base_name == "RLOO":
         return True
-    every = trainer.args.steps_per_generation * trainer.num_iterations
+    every = micro_batches_of_a_rollout(trainer)
     return bool(trainer.args.gradient_accumulation_steps % every != 0 or corrects(trainer))
 
 
@@ -93,7 +95,7 @@ class DeferredLogProbs:
     def rolled_out(self, trainer: StockTrainer) -> Iterator[None]:
         """Return a context for TRL's `_generate_and_score_completions` while old log-probs are placeholders: at its
         end, the metrics that TRL computed from the placeholders are removed."""
-        metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+        metrics = trainer._metrics[mode_of(trainer)]
         logged = {name: len(metrics[name]) for name in (*DIVERGENCE, *RATIO) if name in metrics}
         yield
         for name in (*DIVERGENCE, *RATIO):
@@ -112,7 +114,7 @@ class DeferredLogProbs:
             After the rollout's last micro-batch, all its rows with the log-probs of trainer and engine, to be compared;
             None before, and where TRL's trainer compares none.
         """
-        return self._of_mode["train" if trainer.model.training else "eval"].fill(trainer, micro_batch, log_probs)
+        return self._of_mode[mode_of(trainer)].fill(trainer, micro_batch, log_probs)
 
     def outlived(self, version: int) -> bool:
         """Return whether training has stopped within a rollout that can no longer be completed: some of its rows have

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..stock import mode_of
+
 if TYPE_CHECKING:
     from ...interprocess.ranks import Ranks
     from ..stock import StockTrainer
@@ -65,7 +67,7 @@ def leave_out_unscored(trainer: StockTrainer, ranks: Ranks, batch: dict[str, Any
     without = unscored(batch)
     tokens = ranks.sum(int(without.sum()))
     if tokens:
-        trainer._metrics["train" if trainer.model.training else "eval"][UNSCORED].append(tokens)
+        trainer._metrics[mode_of(trainer)][UNSCORED].append(tokens)
     if "importance_sampling_ratio" in batch:  # else the first loss forward computes it
         batch["importance_sampling_ratio"] = left_out(batch["importance_sampling_ratio"], without)
 

@@ -23,6 +23,7 @@ from ...policy.policy import transformers_model
 from ...routing import DIFFERENCE, EXPERTS, aligned, experts_of
 from ..generation.truncation import attended
 from ..refusals import LOSS, overriding
+from ..stock import mode_of
 from . import agreement, component, kept_ids, micro_batches
 from .deferred import NUMBER
 from .joined import WIDE, JoinedPass, joinable, tokens_of
@@ -316,8 +317,7 @@ class ScoringCall:
             counts: (2,), this rank's parts of both sums.
         """
         above, below = self.trainer.accelerator.gather(counts).view(-1, 2).sum(0).tolist()
-        mode = "train" if self.trainer.model.training else "eval"
-        self.trainer._metrics[mode][name].append(above / max(below, 1))
+        self.trainer._metrics[mode_of(self.trainer)][name].append(above / max(below, 1))
 
     def _log_difference(self) -> None:
         """Log the share of the trainer's own choices of experts that differ from the engine's. Collective."""

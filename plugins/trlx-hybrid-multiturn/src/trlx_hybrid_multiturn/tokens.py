@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from trlx_hybrid.contract.conversation import Message, images_of
+from trlx_hybrid.episodes.tokens import common_prefix
 from trlx_hybrid.errors import ConfigError
 
 BEFORE: tuple[Message, ...] = ({"role": "user", "content": "dummy"}, {"role": "assistant", "content": "dummy"})
@@ -93,10 +94,11 @@ class TemplateTokens:
         """
         try:
             asked, prefix = self.prompt(BEFORE[:1]), list(self._render(BEFORE, speak=False))
-            begun = _shared(asked, prefix)  # start of the model's message; ends before it belong to others
+            begun = common_prefix(asked, prefix)  # start of the model's message; ends before it belong to others
             ends = [place for place in range(begun, len(prefix)) if prefix[place] in self._end_ids]
             self._endless = not ends
-            shared = _shared(prefix, self.prompt([*BEFORE, PROBES[0]]))  # Phi-3 adds a second end to the last message
+            # Phi-3 adds a second end to the last message.
+            shared = common_prefix(prefix, self.prompt([*BEFORE, PROBES[0]]))
             ends = [place for place in ends if place < shared] or ends
             self._prefix = prefix[: ends[-1] + 1] if ends else prefix
             for probe in PROBES:
@@ -142,12 +144,6 @@ class TemplateTokens:
             return rendered
         assert self._processor is not None
         return self._processor(text=[rendered], images=[images], add_special_tokens=False)["input_ids"][0]
-
-
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the common prefix of two sequences."""
-    differ = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(differ, min(len(one), len(other)))
 
 
 def preserving_tokens(

@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid_training import packing
-from trlx_hybrid_training.attention import _varlen, attention, has_kernel
+from trlx_hybrid_training.attention import _varlen, attention, has_kernel, whole_rows
 
 LAYER = SimpleNamespace(is_causal=True, num_key_value_groups=2)
 ALONE = {"segments": (5, 1, 9), "prefixes": ((0, 0), (1, 0), (2, 0))}
@@ -91,11 +91,13 @@ def test_a_shared_prefix_has_the_same_gradient_each_time():
 def test_the_kernel_takes_and_keeps_as_few_heads_of_keys_as_there_are():
     """By the shapes that the installed torch computes without a GPU."""
     kept = []
+    whole_rows.cache_clear()  # the others' indices are no fake tensors, and these are
     with FakeTensorMode(), saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
         told, qkv = packed(**SHARED), tensors(SHARED, torch.bfloat16)
         ends = [(told[f"{name}_q"], told[f"{name}_k"]) for name in ("cu_seq_lens", "max_length")]
         out = _varlen(*qkv, told["segments"], told["prefixes"], *ends, 0.2)
         out.float().sum().backward()
+    whole_rows.cache_clear()
     assert out.shape == (1, 93, 4, 32)
     assert kept.count((93 + 18, 2, 32)) == 2
     assert kept.count((93, 4, 32)) == 2  # queries and outputs

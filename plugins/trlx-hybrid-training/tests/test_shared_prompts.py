@@ -1,6 +1,7 @@
 """A prompt that rows share is computed once, and nothing else changes."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -215,17 +216,17 @@ def test_prompts_are_computed_for_each_row_where_the_options_say_so(compared, no
 
 @pytest.mark.parametrize("distinct", [True, False], ids=["of prompts of their own", "of one prompt"])
 def test_rows_that_lost_their_prompt_are_found_in_the_first_step(compared, noisy, monkeypatch, caplog, distinct):
-    whole = attention._attended
+    whole = attention.whole_rows
 
-    def forgetful(tensor, segments, prefixes, dim):
-        parts = whole(tensor, segments, prefixes, dim)
-        return [[part * 0 for part in row[:-1]] + row[-1:] for row in parts]
+    def forgetful(segments, prefixes, device):
+        rows = whole(segments, prefixes, device)
+        return rows and replace(rows, sources=torch.where(torch.isin(rows.sources, rows.shared), 0, rows.sources))
 
     def different(prompts, trainer):
         answer = masked(prompts, trainer)
         return answer | {"prompt_ids": [[*range(20 + row, 40 + row)] for row in range(len(prompts))]}
 
-    monkeypatch.setattr(attention, "_attended", forgetful)
+    monkeypatch.setattr(attention, "whole_rows", forgetful)
     given = {"rollout_func": different if distinct else masked}
     padded, ours = compared(GRPO, {}, noisy, **given)
     assert "Rows stay padded: packed and padded log-probs differ by up to" in caplog.text

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -21,6 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from transformers import PreTrainedModel
 
 NAME = "trlx_packed"
@@ -115,10 +119,12 @@ def attention(
     if grouped and query.is_cuda and _computed_in(query) == torch.float32:  # else a row's attention weights are kept
         key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
         grouped = False
-    keys, values = (_attended(tensor, segments, prefixes, dim=2) for tensor in (key, value))
+    rows = whole_rows(tuple(segments), tuple(prefixes), key.device)
+    key, value = (whole(tensor, rows, dim=2) for tensor in (key, value))
+    lengths = list(segments if rows is None else rows.lengths)
     outs = []
-    for q, *of_row in zip(torch.split(query, list(segments), dim=2), keys, values, strict=True):
-        k, v = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2) for parts in of_row)
+    of_rows = (torch.split(t, n, dim=2) for t, n in ((query, list(segments)), (key, lengths), (value, lengths)))
+    for q, k, v in zip(*of_rows, strict=True):
         prefix = k.shape[2] - q.shape[2]
         if prefix:  # its queries are zeros and their outputs dropped: a mask would be kept for the backward pass
             q = nn.functional.pad(q, (0, 0, prefix, 0))
@@ -129,32 +135,102 @@ def attention(
     return torch.cat(outs, dim=2).transpose(1, 2).contiguous(), None
 
 
-def _attended(
-    tensor: Tensor, segments: Sequence[int], prefixes: Sequence[tuple[int, int]], dim: int
-) -> list[list[Tensor]]:
-    """Split keys or values by segments (the part of the sequence that belongs to one packed row). Returns for each
-    segment a list: the keys or values of its prefix, if it has one, and its own.
+@dataclass(frozen=True, slots=True, eq=False)
+class WholeRows:
+    """Indices that put keys or values of packed rows together as those of whole rows, with shared prompts copied, in
+    one operation for each.
+
+    Attributes:
+        lengths: the number of tokens of each whole row; M in all.
+        sources: (M,) int64, for each token of the whole rows its place in the packed sequence of N tokens.
+        own: (N,) int64, for each token of the sequence its place in the whole row that it stands in.
+        shared: (S,) int64, the places in the sequence of the tokens that are copied.
+        copies: (n, S) int64, for each of these its places in the rows that share it; 0 where there are fewer than n.
+        missing: (n, S) bool, True where `copies` names no place; None where that is nowhere.
+    """
+
+    lengths: tuple[int, ...]
+    sources: Tensor
+    own: Tensor
+    shared: Tensor
+    copies: Tensor
+    missing: Tensor | None
+
+
+@functools.lru_cache(maxsize=8)
+def whole_rows(
+    segments: tuple[int, ...], prefixes: tuple[tuple[int, int], ...], device: torch.device
+) -> WholeRows | None:
+    """Return the indices for segments with these prefixes (see `attention`); None where no segment has a prefix. All
+    layers of a forward pass use the same ones, so the last results are kept.
 
     Args:
-        tensor: keys or values of all tokens.
-        segments: lengths of the segments.
-        prefixes: for each segment, the number of the segment that begins with its prefix, and the prefix's length.
-        dim: the dimension of the tokens.
-
-    The copies of a prefix come from one broadcast, whose backward pass sums the gradients of all rows at once: always
-    in the same order, and rounded once.
+        device: where the indices are needed.
     """
-    own = torch.split(tensor, list(segments), dim)
-    if not prefixes:
-        return [[part] for part in own]
-    copies = {}
-    for other, tokens in set(prefixes):
+    if not any(tokens for _, tokens in prefixes):
+        return None
+    starts = [0, *accumulate(segments)]
+    lengths = tuple(own + tokens for own, (_, tokens) in zip(segments, prefixes, strict=True))
+    whole_starts = [0, *accumulate(lengths)]
+    sources, own = [], []
+    sharers: dict[tuple[int, int], list[int]] = {}
+    for row, (other, tokens) in enumerate(prefixes):
+        sources += [np.arange(starts[other], starts[other] + tokens), np.arange(starts[row], starts[row + 1])]
+        own.append(np.arange(whole_starts[row] + tokens, whole_starts[row + 1]))
         if tokens:
-            prefix = own[other].narrow(dim, 0, tokens)
-            copies[other] = iter(prefix.expand(prefixes.count((other, tokens)), *prefix.shape).unbind())
-    return [
-        [next(copies[other]), part] if tokens else [part] for part, (other, tokens) in zip(own, prefixes, strict=True)
-    ]
+            sharers.setdefault((other, tokens), []).append(whole_starts[row])
+    shared = [np.arange(starts[other], starts[other] + tokens) for other, tokens in sharers]
+    copies = np.full((max(map(len, sharers.values())), sum(map(len, shared))), -1)
+    ends = accumulate(map(len, shared))
+    for ((_, tokens), rows), end in zip(sharers.items(), ends, strict=True):
+        copies[: len(rows), end - tokens : end] = np.add.outer(rows, np.arange(tokens))
+    missing = copies < 0
+
+    def moved(array: npt.NDArray[Any]) -> Tensor:
+        return torch.tensor(array).to(device, non_blocking=True)
+
+    return WholeRows(
+        lengths,
+        sources=moved(np.concatenate(sources)),
+        own=moved(np.concatenate(own)),
+        shared=moved(np.concatenate(shared)),
+        copies=moved(copies.clip(0)),
+        missing=moved(missing) if missing.any() else None,
+    )
+
+
+def whole(packed: Tensor, rows: WholeRows | None, dim: int) -> Tensor:
+    """Return keys or values of whole rows, from those of packed rows; the same tensor where no row shares a prompt.
+
+    Args:
+        packed: keys or values of the N tokens of the packed sequence.
+        rows: the indices; None where no row shares a prompt.
+        dim: the dimension of the tokens.
+    """
+    if rows is None:
+        return packed
+    gather: Callable[..., Tensor] = _Whole.apply
+    return gather(packed, rows, dim)
+
+
+class _Whole(torch.autograd.Function):
+    """Keys or values of whole rows, from those of packed rows. The gradients of a prompt's copies are summed in one
+    operation: always in the same order, and rounded once."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, rows: WholeRows, dim: int) -> Tensor:
+        ctx.rows, ctx.dim = rows, dim
+        return packed.index_select(dim, rows.sources)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        rows, dim = ctx.rows, ctx.dim
+        shape = grad.shape[:dim] + rows.copies.shape + grad.shape[dim + 1 :]
+        copied = grad.index_select(dim, rows.copies.flatten()).view(shape)
+        if rows.missing is not None:
+            missing = rows.missing.view([1] * dim + [*rows.missing.shape] + [1] * (grad.ndim - dim - 1))
+            copied = copied.masked_fill(missing, 0)
+        return grad.index_select(dim, rows.own).index_add_(dim, rows.shared, copied.sum(dim)), None, None
 
 
 def has_kernel(query: Tensor, value: Tensor) -> bool:
@@ -220,8 +296,8 @@ def _varlen(
 
     dtype = _computed_in(query)
     q, k, v = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
-    if any(tokens for _, tokens in prefixes):
-        k, v = (torch.cat([t for parts in _attended(x, segments, prefixes, dim=0) for t in parts]) for x in (k, v))
+    rows = whole_rows(tuple(segments), tuple(prefixes), k.device)
+    k, v = (whole(tensor, rows, dim=0) for tensor in (k, v))
     q, k, v = (tensor.contiguous() for tensor in (q, k, v))
     out: Any = varlen_attn(q, k, v, *ends, *longest, scale=scaling, window_size=(-1, 0), **_grouped())
     packed: Tensor = out[None]

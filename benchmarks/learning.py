@@ -24,7 +24,7 @@ from .result import Result, accelerator
 from .step import HYBRID
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-ARMS: Mapping[str, Mapping[str, Any]] = {"padded": {}, "packed": HYBRID}
+ARMS: Mapping[str, Mapping[str, Any]] = {"padded": {"scoring": "padded"}, "packed": HYBRID}
 KINDS = ("full", "lora")
 END = 10
 """The number of last steps whose mean reward is what a run has learned."""

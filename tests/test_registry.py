@@ -104,8 +104,8 @@ def test_tools_take_the_installed_rollout_that_converses_on_an_engine_that_serve
 
 def test_a_scoring_is_chosen_by_name_beside_any_engine_and_is_trls_otherwise():
     host = host_with(a=[("engine", "x", {}), ("scoring", "mine", {})])
-    for engine in (None, "x"):
-        assert str(chosen(host, HybridConfig(engine=engine)).scoring) == "scoring=padded (default)"
+    for engine, why in ((None, "default"), ("x", "default; `pip install trlx-hybrid-training` leaves out padding")):
+        assert str(chosen(host, HybridConfig(engine=engine)).scoring).startswith(f"scoring=padded ({why}")
         mine = chosen(host, HybridConfig(engine=engine, scoring="mine")).scoring
         assert str(mine) == "scoring=mine (HybridConfig.scoring)"
     with pytest.raises(ConfigError, match="scoring 'padded' has no setting 'deferred'"):
@@ -114,6 +114,23 @@ def test_a_scoring_is_chosen_by_name_beside_any_engine_and_is_trls_otherwise():
         chosen(host, HybridConfig(scoring="packd"))
     with pytest.raises(ComponentError, match=r"made a NoneType without .*score, which .*Scoring` requires"):
         mine.component.build(None, mine.options)
+
+
+def test_auto_takes_a_scoring_that_proves_itself_where_an_engine_of_ours_samples():
+    proving = [("engine", "x", {}), ("scoring", "second", {"proves": True, "order": 1}), ("scoring", "mine", {})]
+    host = host_with(a=[*proving, ("scoring", "first", {"proves": True}), ("scoring", "named", BY_NAME)])
+
+    def scoring(**given):
+        return str(chosen(host, HybridConfig(**given), unscored=None).scoring)
+
+    assert scoring(engine="x") == scoring(engine="x", scoring=None) == "scoring=first (auto)"
+    assert scoring(engine="x", scoring="padded") == "scoring=padded (HybridConfig.scoring)"
+    assert scoring() == scoring(scoring="auto") == "scoring=padded (default)"  # TRL samples: TRL to the bit
+    own = chosen(host, HybridConfig(engine="x"), unscored="Mine._forward computes its log-probs")
+    assert str(own.scoring) == "scoring=padded (Mine._forward computes its log-probs)"
+
+
+BY_NAME = {"proves": True, "order": -1, "by_name": True}
 
 
 def test_auto_passes_over_a_weight_path_that_only_its_name_chooses():

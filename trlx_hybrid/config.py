@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound="DataclassInstance")
 
+AUTO = "auto"
+"""The value of `HybridConfig.weights` and `HybridConfig.scoring` that leaves the choice to this package."""
+
 OFFLOAD = ("auto", "all", "none")
 """The values of `HybridConfig.offload`."""
 
@@ -76,11 +79,12 @@ class HybridConfig:
     rollout_options: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Options of the rollout, as a dict or JSON string."}
     )
-    scoring: str | None = field(
-        default=None,
+    scoring: str = field(
+        default="auto",
         metadata={
-            "help": "What computes the log-probs that the trainer learns from: 'padded' (TRL's own, the default), "
-            "'packed' or another one that `trlx-hybrid plugins` lists. GRPO and RLOO only."
+            "help": "What computes the log-probs that the trainer learns from: 'auto' ('packed' where it is installed, "
+            "an engine of this package samples and the model's first rows prove it, else 'padded'), 'padded' (TRL's "
+            "own), 'packed' or another one that `trlx-hybrid plugins` lists. GRPO and RLOO only."
         },
     )
     scoring_options: dict[str, Any] | str | None = field(
@@ -177,6 +181,7 @@ class HybridConfig:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        self.scoring = self.scoring or AUTO  # None was the default once
         slots = ("engine", "weights", "rollout", "scoring", "algorithm", "environment", "plugin")
         for name in (f"{slot}_options" for slot in slots):
             value = getattr(self, name)

@@ -12,7 +12,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,11 +21,12 @@ import torch
 
 from .algorithms import Algorithms
 from .blame import asked, asked_text, fault
-from .config import HybridConfig
+from .config import AUTO, HybridConfig
 from .contract.types import Completion, Phase, Request, Sampling
 from .errors import ComponentError, PluginError, StaleWeightsError
 from .memory.trainer_memory import TrainerMemory
 from .plugins.registry import BUILTIN
+from .plugins.selection import RESUMED, continued, described
 from .policy.positions import Positions, check_positions
 from .policy.precision import autocast_dtype
 from .rollout.sampler import Sampler
@@ -120,6 +121,7 @@ class Session:
         self.notes: list[str] = []
         self.header_lines: list[str] = []
         self._scoring: Scoring | None = None
+        self._scoring_state: dict[str, Any] = {}  # as in the checkpoint that the run resumes from
         self.phase = Phase.TRAIN
         engine, rollout = selection.engine, selection.rollout
         self._engine_source = engine.component if engine else None
@@ -348,6 +350,8 @@ class Session:
         if self._scoring is None:
             choice = self.selection.scoring
             self._scoring = choice.component.build(self, choice.options)
+            if self._scoring_state:
+                asked(choice.component, self._scoring, "load_state", self._scoring_state)
         return self._scoring
 
     def open(self) -> None:
@@ -449,8 +453,7 @@ class Session:
                 raise ComponentError(f"{component.slot} {component.name!r} cannot serve this run: {reason}")
 
     def _evict_other(self) -> None:
-        """Release the engine of another session, if there is one: a process holds one colocated engine at a time. The
-        other session builds its engine again when it generates."""
+        """Release another session's engine, as a process holds one. That session builds its own again to generate."""
         other = Session._holder() if Session._holder is not None else None
         if other is not None and other is not self:
             other.release_engine()
@@ -475,29 +478,48 @@ class Session:
     # --- life -------------------------------------------------------------------------------------------------------
 
     def save_state(self, folder: Path) -> None:
-        """Write the weight version and the algorithms' state into a checkpoint's folder, so that a resumed run samples
-        as if it had not been interrupted. Rank 0 only."""
+        """Write the session's state into a checkpoint's folder, so that a resumed run goes on as if it had not been
+        interrupted. Rank 0 only."""
         file = folder / f"{STATE_FILE}.part"  # renamed when complete, so that a kill leaves no partial file
         state: dict[str, Any] = {"weight_version": self.versions.version}
+        if self.selection.unscored is None:
+            kept: Mapping[str, Any] = getattr(self._scoring, "state", dict)()
+            state["scoring"] = described(self.selection.scoring) | {"state": kept}
         if self.config.replay is None:  # in a replay, algorithms see nothing
             state["algorithms"] = self.algorithms.state()
-        file.write_text(json.dumps(state))
+        file.write_text(json.dumps(state, default=str))  # options set in code may be anything
         file.replace(folder / STATE_FILE)
 
     def load_state(self, folder: Path, step: int) -> None:
         """Restore the state that `save_state` wrote into a checkpoint's folder. Collective.
 
         Args:
-            folder: the checkpoint's folder.
             step: number of optimizer steps at the checkpoint; taken as the weight version where the folder has no such
                 state, because stock TRL wrote the checkpoint.
         """
         file = folder / STATE_FILE
         state: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"weight_version": step}
         self.versions.version = state["weight_version"]
+        self._score_on(self.ranks.broadcast(state.get("scoring")))
         self.algorithms.load_state(self.ranks.broadcast(state.get("algorithms", {})))  # rank 0's, the same for all
         self.versions.forget()
         self.sampler.forget()
+
+    def _score_on(self, earlier: dict[str, Any] | None) -> None:
+        """Score on as the run of a checkpoint did, unless the user chose a scoring: another one would round otherwise.
+
+        Args:
+            earlier: the scoring that the checkpoint names, `described`; None where it names none.
+        """
+        selection = self.selection
+        if self._scoring is not None:
+            asked(selection.scoring.component, self._scoring, "close")
+            self._scoring = None
+        if selection.unscored is None and not (selection.stock and self.config.scoring == AUTO):  # else TRL scores
+            choice = continued(selection.scoring, earlier, self.config, self.host.registry, RESUMED)
+            self.selection = dataclasses.replace(selection, scoring=choice)
+        if earlier is not None and earlier["name"] == self.selection.scoring.component.name:
+            self._scoring_state = earlier.get("state", {})
 
     def release_engine(self) -> None:
         """Close the engine and free its memory; the next rollout builds it again."""
@@ -568,8 +590,7 @@ def _optimizer_name(args: TrainingArguments) -> str:
 
 
 def leave_all() -> None:
-    """Call `leave` on all open sessions of this process, at its end. An error in one of them is printed, and the others
-    are still left."""
+    """Call `leave` on all open sessions of this process, at its end. An error in one is printed, and stops nothing."""
     for session in list(Session._open):
         Session._open.discard(session)
         try:

@@ -161,7 +161,7 @@ def test_packed_rows(weights, model, whole, seen, tmp_path):
     seen["gap"] = whole_run.check_gap(logs)
 
 
-@pytest.mark.parametrize("scoring", [{}, PACKED], ids=["padded", "packed"])
+@pytest.mark.parametrize("scoring", [{"scoring": "padded"}, PACKED, {}], ids=["padded", "packed", "auto"])
 def test_sampling_from_a_part_of_the_vocabulary(scoring, model, whole, tmp_path):
     settings = SMALL | scoring | {"vllm_enable_sleep_mode": True, "top_k": 20, "top_p": 0.9}
     whole(python("grpo.py", settings, model("plain"), tmp_path / "run"), LIMIT)

@@ -346,8 +346,7 @@ class Rollout(Protocol):
     name: str
 
     converses: bool = False
-    """True where this component runs whole conversations with tools itself, in `converse`; otherwise TRL runs them, and
-    calls `run` for each turn."""
+    """True where this component runs conversations with tools, in `converse`; else TRL calls `run` for each turn."""
 
     tells: bool = False
     """True where the rollout calls the run's `on_completion` in `run`, and `on_conversation` in `converse`, as soon as
@@ -359,8 +358,8 @@ class Rollout(Protocol):
     def converse(
         self, session: Run, dialogues: Sequence[Dialogue], limits: Limits, request: RequestMaker
     ) -> list[Conversation]:
-        """Run every dialogue to its end, with its tool calls, and return the conversations in the order of the
-        dialogues. Called instead of `run` where the trainer has tools.
+        """Run every dialogue to its end, with its tool calls, and return the conversations in the dialogues' order.
+        Called instead of `run` where the trainer has tools.
 
         Args:
             limits: limits of each conversation.
@@ -439,8 +438,7 @@ class Scoring(Protocol):
     """True where the trainer is to call `micro_batches`, to choose which rows are trained together."""
 
     joins: bool = False
-    """True where the trainer is to call `joined`, to choose how many micro-batches share a forward and backward
-    pass."""
+    """True where the trainer is to call `joined`, to choose how many micro-batches share a forward pass."""
 
     def score(self, rows: Rows) -> Scores:
         """Return the scores of the rows, in their order. Collective: every rank scores its own rows."""
@@ -450,8 +448,7 @@ class Scoring(Protocol):
         `balanced` is True and the gradient does not depend on which rows share a micro-batch.
 
         Args:
-            prompts: (B, P) int64, token ids of the prompt of each row of a rollout on this rank; -1 where there is no
-                token.
+            prompts: (B, P) int64, token ids of the prompts of this rank's rows of a rollout; -1 where there is none.
             tokens: number of tokens of each row, prompt and completion.
             count: number of micro-batches.
         """
@@ -462,15 +459,21 @@ class Scoring(Protocol):
         more, the same on every rank. Called where `joins` is True. Collective.
 
         Args:
-            tokens: number of tokens of each of these micro-batches on this rank, prompts and completions; it has at
-                least one entry.
+            tokens: number of tokens of each of these micro-batches on this rank, one or more of them.
         """
         raise ComponentError(f"scoring {self.name!r} joins no micro-batches")
 
     def note(self) -> str | None:
-        """Return a text on this scoring that is printed with the run's settings when it starts, or None. Called on
-        every rank, when the model is prepared."""
+        """Return a text on this scoring that is printed when the run starts, or None. Called on every rank."""
         return None
+
+    def state(self) -> Mapping[str, Any]:
+        """Return data of this scoring that a checkpoint keeps, as JSON can hold them. Called on rank 0."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the data that `state` returned when the checkpoint was written. Called before the first `score`."""
+        return
 
     def close(self) -> None:
         """Restore the model as it was before this scoring changed it. Called when the session closes."""
@@ -528,14 +531,12 @@ class Algorithm(Protocol):
         return None
 
     def keep(self, groups: Groups) -> Sequence[bool]:
-        """Return for each group (the completions of one prompt) of one round of sampling whether it may be trained on.
-        Where too few are kept after the last round, the batch is filled up with groups that do not count in the
-        loss."""
+        """Return for each group (the completions of one prompt) of a round of sampling whether it may be trained on. If
+        too few are kept after the last round, groups that do not count in the loss fill the batch up."""
         return [True] * len(groups)
 
     def observe(self, groups: Groups) -> None:
-        """Look at all groups of a round that was sampled and scored, before `keep` leaves any out, for instance to
-        choose prompts by them in `draw`."""
+        """Look at all groups of a scored round, before `keep` leaves any out, for instance to `draw` by them."""
         return
 
     def rewards(self, groups: Groups) -> Tensor:
@@ -543,8 +544,7 @@ class Algorithm(Protocol):
         return groups.rewards
 
     def advantages(self, groups: Groups) -> Tensor | None:
-        """Return advantages (groups, num_generations) that replace TRL's; None keeps TRL's. Rows without any reward get
-        0 anyway."""
+        """Return advantages (groups, num_generations) in place of TRL's, or None. Rows without any reward get 0."""
         return None
 
     def loss(self, scores: Scores, batch: Mapping[str, Tensor]) -> Tensor | None:

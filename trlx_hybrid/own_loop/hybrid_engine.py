@@ -26,7 +26,7 @@ from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .. import disk
-from ..config import HybridConfig, build
+from ..config import AUTO, HybridConfig, build
 from ..contract.types import Completion, Layout, Phase, Sampling, SyncPlan, SyncReport
 from ..errors import ComponentError, ConfigError, EngineError, HybridError, StaleWeightsError
 from ..interprocess.ranks import Ranks
@@ -121,7 +121,7 @@ class HybridEngine:
             raise ConfigError("HybridEngine takes engine_options= only without config=; put them into the config.")
         config = config or HybridConfig(engine_options=engine_options)
         config = dataclasses.replace(config, engine=config.engine or "vllm")
-        if config.scoring is not None:
+        if config.scoring != AUTO:
             raise ConfigError("HybridEngine scores nothing, your loop does: leave HybridConfig.scoring out.")
         if config.environment is not None:
             raise ConfigError("HybridEngine plays nothing, your loop does: leave HybridConfig.environment out.")
@@ -137,7 +137,8 @@ class HybridEngine:
         host = Host.load(config.disable_plugins or (), plugins)
         resharding = [path.name for path in host.registry.components("weights") if path.reshards]
         config = with_reshard(config, resharding, enable_reshard, compress_reshard, compression_dtype, policy.dtype)
-        selection = select(config, TrainerArguments(engine_options={}), host.registry)
+        arguments = TrainerArguments(engine_options={}, unscored="your loop scores")
+        selection = select(config, arguments, host.registry)
         if enable_reshard is False:
             paths = [path for path in selection.paths if not path.component.reshards]
             selection = dataclasses.replace(selection, paths=paths)

@@ -22,12 +22,15 @@ OPTIONAL = {
     "Engine": {"peers_lost", "untested", "stream", "regions", "weights_written", "leave"},
     "WeightSync": {"keeps_weights", "open", "note", "put_back", "forget", "check", "release"},
     "Rollout": {"converses", "tells", "converse", "close"},
-    "Scoring": {"deferred", "balanced", "joins", "micro_batches", "joined", "note", "close"},
+    "Scoring": {"deferred", "balanced", "joins", "micro_batches", "joined", "note", "state", "load_state", "close"},
     "Algorithm": {name for name in vars(Algorithm) if not name.startswith("_")},
     "EnvironmentArguments": {field.name for field in fields(EnvironmentArguments)},
 }
 """Members of each protocol that a component may inherit instead of defining them. An engine need not have its optional
 members at all."""
+
+ADDED = {"Scoring": {"state", "load_state"}}
+"""Optional members of each protocol that have been added to it since 0.1: no component need have them."""
 
 ACTS = ("draw", "keep", "observe", "rewards", "advantages", "loss")
 """Methods through which an algorithm can have an effect. An algorithm that defines none of them, and does not sample
@@ -45,7 +48,8 @@ def missing_members(built: object, protocol: type[Any]) -> list[str]:
     optional = OPTIONAL.get(protocol.__name__, set())
     required = {*protocol.__annotations__, *stubs} - optional
     stubbed = {name for name in required & stubs.keys() if not overrides(built, name, protocol)}
-    expected = required if protocol is Engine else required | optional
+    added = ADDED.get(protocol.__name__, set())
+    expected = required if protocol is Engine else (required | optional) - added
     return sorted(stubbed | {name for name in expected if not hasattr(built, name)})
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pkgutil
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from ..blame import asked_text, blaming
@@ -51,7 +51,7 @@ class Component:
         factory: called with the session and the validated options; returns the live object. Heavy imports belong here.
             An environment is made before there is a session: its factory is called with None.
         options: dataclass that `HybridConfig.<slot>_options` is validated against; None takes no options.
-        order: the position in which `auto` tries it, lowest first (for weight syncs only).
+        order: the position in which `auto` tries it, lowest first (for weight syncs and scorings).
         unavailable: called without arguments; returns the reason why the component cannot work on this machine, or
             None.
         refuses: called with the session and the options when the trainer is built, before the component is built;
@@ -69,6 +69,10 @@ class Component:
             default where the trainer has tools.
         remote: for an engine: whether it computes on its own GPUs, and takes no memory of the trainer's.
         by_name: whether it is chosen only by its name: `auto` skips it.
+        proves: for a scoring: whether it compares its log-probs with TRL's on a run's first rows, and scores as TRL
+            does where they differ. `auto` chooses only among scorings that do.
+        options_before: values of those options whose defaults have changed, as they were before. A run that resumes
+            from a checkpoint, or replays a recording, of that time gets them (for scorings only).
         plugin: name of the plugin that offered the component.
         distribution: name and version of the distribution that contains this plugin.
     """
@@ -91,6 +95,8 @@ class Component:
     converses: bool = False
     remote: bool = False
     by_name: bool = False
+    proves: bool = False
+    options_before: Mapping[str, Any] = field(default_factory=dict)
     distribution: str = BUILTIN
 
     def __str__(self) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import HybridConfig, NoOptions, build, check_keys
+from ..config import AUTO, HybridConfig, NoOptions, build, check_keys
 from ..errors import ComponentError, ConfigError
 from .registry import Component, Registry, Slot
 
@@ -24,7 +24,13 @@ PLAYED = "rollout_func"
 `rollout_func` needs it."""
 
 PADDED = "padded"
-"""The name of the scoring component that is used by default, with which TRL computes log-probs."""
+"""The name of the scoring component with which TRL computes log-probs, as it does without this package."""
+
+RESUMED = "as in the checkpoint"
+"""The reason that is shown for a scoring that `auto` has taken over from the checkpoint that a run resumes from."""
+
+REPLAYED = "as recorded"
+"""The reason that is shown for a scoring that `auto` has taken over from the recording that a run replays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +43,7 @@ class TrainerArguments:
         rollout: name of the rollout component that the trainer's `rollout_func` needs; None where it names none.
         engine_options: TRL's `vllm_*` arguments under the names of the engine's options; values in HybridConfig take
             precedence.
+        unscored: why only TRL can compute this trainer's log-probs; None where a scoring component can.
     """
 
     use_vllm: bool = False
@@ -44,6 +51,7 @@ class TrainerArguments:
     tools: bool = False
     rollout: str | None = None
     engine_options: Mapping[str, Any]
+    unscored: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +80,7 @@ class Selection:
         stock_reason: why TRL's own code generates, where it does.
         environment: the environment whose episodes are played; None where the user named none.
         algorithms: the algorithms, in the order in which they act.
+        unscored: why only TRL can compute the trainer's log-probs; None where a scoring component can.
     """
 
     engine: Choice | None
@@ -83,6 +92,7 @@ class Selection:
     stock_reason: str = ""
     environment: Choice | None = None
     algorithms: Sequence[Choice] = ()
+    unscored: str | None = None
 
     @property
     def stock(self) -> bool:
@@ -104,7 +114,7 @@ def select(config: HybridConfig, arguments: TrainerArguments, registry: Registry
         ComponentError: a component is missing, ambiguous, or cannot work here.
     """
     if config.replay is not None:  # whichever engine sampled the recording
-        why, scoring = "HybridConfig.replay", _scoring(config, registry)
+        why, scoring = "HybridConfig.replay", _scoring(config, registry, None)
         return Selection(engine=None, weights=None, rollout=None, scoring=scoring, stock_reason=why)
     server = arguments.use_vllm and arguments.vllm_mode == "server"
     if config.engine is None:
@@ -124,20 +134,26 @@ def select(config: HybridConfig, arguments: TrainerArguments, registry: Registry
                 f"The rollout_func plays on the rollout {arguments.rollout!r}, and TRL's own generation is in use. "
                 "Choose an engine: HybridConfig(engine='vllm') or use_vllm=True."
             )
-        return Selection(engine=None, weights=None, rollout=None, scoring=_scoring(config, registry), stock_reason=why)
+        scoring = _scoring(config, registry, None)
+        return Selection(engine=None, weights=None, rollout=None, scoring=scoring, stock_reason=why)
     if server:
         raise ConfigError(
             f"HybridConfig.engine={name!r} contradicts vllm_mode='server': this package starts its own engines. Set "
             "vllm_mode='colocate', or leave HybridConfig.engine out to keep TRL's server path."
         )
     engine = _choice(registry, "engine", name, config.options("engine"), why, defaults=arguments.engine_options)
-    weights, paths = None, _paths(registry, config.options("weights")) if config.weights == "auto" else ()
-    if config.weights != "auto":
+    weights, paths = None, _paths(registry, config.options("weights")) if config.weights == AUTO else ()
+    if config.weights != AUTO:
         weights = _choice(registry, "weights", config.weights, config.options("weights"), "HybridConfig.weights")
     rollout = _rollout(config, arguments, registry, engine.component.streams)
-    scoring = _scoring(config, registry)
     return Selection(
-        engine=engine, weights=weights, rollout=rollout, scoring=scoring, paths=paths, tools=arguments.tools
+        engine=engine,
+        weights=weights,
+        rollout=rollout,
+        scoring=_scoring(config, registry, arguments),
+        paths=paths,
+        tools=arguments.tools,
+        unscored=arguments.unscored,
     )
 
 
@@ -222,10 +238,64 @@ def choose_algorithms(config: HybridConfig, registry: Registry) -> list[Choice]:
     return [_choice(registry, "algorithm", name, given.get(name, {}), "HybridConfig.algorithm") for name in names]
 
 
-def _scoring(config: HybridConfig, registry: Registry) -> Choice:
-    """Choose the scoring component, which computes log-probs: the one that the user set, else TRL's own."""
-    why = "default" if config.scoring is None else "HybridConfig.scoring"
-    return _choice(registry, "scoring", config.scoring or PADDED, config.options("scoring"), why)
+def _scoring(config: HybridConfig, registry: Registry, arguments: TrainerArguments | None) -> Choice:
+    """Choose the scoring component, which computes log-probs: the one that the user set. With `auto`, the first one
+    that proves itself on a run's first rows, if an engine of this package samples; else TRL's own.
+
+    Args:
+        arguments: TRL's arguments; None where no engine of this package samples.
+    """
+    name, why, given = config.scoring, "HybridConfig.scoring", config.options("scoring")
+    if name == AUTO:
+        proving = (c for c in registry.components("scoring") if c.proves and not c.by_name and c.out_of_place() is None)
+        found = next(proving, None)
+        if arguments is None:
+            name, why = PADDED, "default"
+        elif arguments.unscored is not None:
+            name, why = PADDED, arguments.unscored
+        elif found is None:
+            why = "default; `pip install trlx-hybrid-training` leaves out padding and what TRL computes twice"
+            name = PADDED
+        else:
+            name, why = found.name, AUTO
+    return _choice(registry, "scoring", name, given, why)
+
+
+def continued(
+    choice: Choice, earlier: Mapping[str, Any] | None, config: HybridConfig, registry: Registry, why: str
+) -> Choice:
+    """Return the scoring with which a run continues an earlier one, of which it has a checkpoint or a recording. With
+    `auto` it is the earlier run's. Options that the user did not set are those of the earlier run.
+
+    Args:
+        choice: the scoring that this run would take otherwise.
+        earlier: the earlier run's scoring, as `described` returned it; None for a run that had no scoring of its own,
+            or was made before that was stored.
+        config: the user's settings.
+        registry: the components to choose from.
+        why: the reason to show: RESUMED or REPLAYED.
+
+    Raises:
+        ComponentError: the earlier run's scoring is not installed.
+    """
+    component, auto = choice.component, config.scoring == AUTO
+    name = (PADDED if auto else component.name) if earlier is None else str(earlier["name"])
+    if auto and name != component.name:
+        component = registry.choose("scoring", name)
+    elif name != component.name:
+        return choice
+    owner = component.options or NoOptions
+    options = {**component.options_before, **(earlier["options"] if earlier is not None else {})}
+    known = {f.name for f in dataclasses.fields(owner)}
+    given = config.options("scoring")
+    options = {key: value for key, value in options.items() if key in known} | given
+    return Choice(component, build(owner, options, "HybridConfig.scoring_options"), why if auto else choice.why)
+
+
+def described(choice: Choice) -> dict[str, Any]:
+    """Return the name and the options of a chosen component for checkpoints and recordings."""
+    options = {field.name: getattr(choice.options, field.name) for field in dataclasses.fields(choice.options)}
+    return {"name": choice.component.name, "options": options}
 
 
 def _choice(

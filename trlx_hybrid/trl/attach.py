@@ -12,12 +12,20 @@ from typing import Any
 from transformers import TrainerCallback
 from trl.distributed import DistributedBackend
 
-from ..config import HybridConfig
+from ..config import AUTO, HybridConfig
 from ..contract.types import Sampling
 from ..errors import ConfigError
 from ..interprocess.ranks import Ranks
 from ..plugins.host import Host, check_ranks_agree
-from ..plugins.selection import Selection, TrainerArguments, choose_algorithms, choose_environment, select
+from ..plugins.selection import (
+    REPLAYED,
+    Selection,
+    TrainerArguments,
+    choose_algorithms,
+    choose_environment,
+    continued,
+    select,
+)
 from ..policy.first_step import FirstStep, refuse_idle
 from ..policy.policy import Policy, transformers_model
 from ..policy.positions import Positions
@@ -43,7 +51,7 @@ from .generation.vllm_generation import Generation
 from .metrics.session_metrics import SessionMetrics
 from .metrics.step_metrics import StepMetrics
 from .refusals import DEFERRED, KEPT_IDS, OTHER_PROMPTS, ROUTER_REPLAY, SCORING, SCORING_COMPONENT, Facts, overriding
-from .replay.recording import Recording
+from .replay.recording import Recording, scored_by
 from .replay.replay import Recorder, Replay
 from .rewards import HOOK, refuse_missing_package, refuse_other_arguments
 from .scoring import kept_ids
@@ -118,7 +126,8 @@ def choose(trainer: StockTrainer, chosen: Chosen, given: Mapping[str, Any]) -> d
         if chosen.replayed.facts is None:
             raise ConfigError(f"HybridConfig.replay: {config.replay} holds no recording (recording.json).")
     tools = given.get("tools") or given.get("environment_factory")
-    arguments = trainer_arguments(given.get("args"), tools, given.get("rollout_func"))
+    unscored = SCORING_COMPONENT.refused(Facts(trainer))
+    arguments = replace(trainer_arguments(given.get("args"), tools, given.get("rollout_func")), unscored=unscored)
     algorithms = choose_algorithms(config, registry)
     if algorithms and trainer._base_name != "GRPO":
         raise ConfigError(
@@ -126,11 +135,13 @@ def choose(trainer: StockTrainer, chosen: Chosen, given: Mapping[str, Any]) -> d
             "rows out and takes other advantages. Leave it out."
         )
     selection = replace(select(config, arguments, registry), environment=environment, algorithms=algorithms)
+    if chosen.facts is not None and unscored is None:
+        scoring = continued(selection.scoring, scored_by(chosen.facts), config, registry, REPLAYED)
+        selection = replace(selection, scoring=scoring)
     chosen.selection, chosen.complete = selection, True
-    reason = None if config.scoring is None else SCORING_COMPONENT.refused(Facts(trainer))
-    if reason is not None:
+    if unscored is not None and config.scoring != AUTO:
         way_out = SCORING_COMPONENT.way_out
-        raise ConfigError(f"HybridConfig.scoring={config.scoring!r} cannot serve {name}: {reason}. {way_out}")
+        raise ConfigError(f"HybridConfig.scoring={config.scoring!r} cannot serve {name}: {unscored}. {way_out}")
     if not selection.stock:
         _refuse(trainer, given)
     return brought
@@ -181,12 +192,12 @@ def attach(trainer: StockTrainer, chosen: Chosen, starts: Callable[[int], None])
     if config.router_replay:
         _replay_routers(trainer, chosen)
     sampled = bool((chosen.facts or {}).get("sampler"))
-    if not selection.stock or config.scoring is not None or sampled:
+    if not selection.stock or config.scoring != AUTO or sampled:
         others = (getattr(trainer, name, None) for name in SCORED_BESIDE)
         models = (session.policy.base, *(transformers_model(model) for model in others if model is not None))
         session.positions = Positions(models)
     steps = None
-    ours = not selection.stock or config.scoring is not None or chosen.replayed is not None
+    ours = not selection.stock or config.scoring != AUTO or chosen.replayed is not None
     if ours and session.policy.device.type in ("cpu", "cuda"):
         steps = StepMetrics(session, weakly(trainer), flops=trainer._base_name in SCORING)
         trainer.add_callback(steps)  # first, so that it times the optimizer's step alone

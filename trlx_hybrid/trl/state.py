@@ -160,6 +160,8 @@ class RunState:
         micro_batch: the rows whose loss is being computed; None outside of a loss.
         generating: whether TRL's `_generate` runs, within which a user's rollout may ask for any scores.
         sampled_at: the weight version that sampled a rollout, until its first loss; else None.
+        joins: the largest number of micro-batches whose shared forward pass was seen to compute the log-probs of one
+            alone; 0 where it computed others.
         terms_added: whether algorithms have added their terms to the loss of the current training step.
         unparsed: a counter of the assistant turns that TRL's parser could not parse.
         said: keys of the warnings that were given, each once per run.
@@ -180,6 +182,7 @@ class RunState:
     micro_batch: MicroBatch | None = None
     generating: bool = False
     sampled_at: int | None = None
+    joins: int = 1
     terms_added: bool = False
     unparsed: UnparsedTurns = field(default_factory=UnparsedTurns)
     said: set[str] = field(default_factory=set)

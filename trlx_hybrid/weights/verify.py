@@ -19,9 +19,11 @@ from ..blame import asked, fault
 from ..contract.types import Completion, Request, Sampling
 from ..errors import PolicyError, SyncError, listed
 from ..policy.policy import modules_of
-from ..policy.precision import PROBE_TOKENS, TOLERANCE, coarsest
+from ..policy.precision import PROBE_TOKENS, TOLERANCE, autocast_dtype, coarsest
 
 if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
     from ..contract.protocols import Engine
     from ..plugins.registry import Component
     from ..policy.policy import Policy
@@ -166,6 +168,29 @@ def allowed_share(policy: Policy, exact: bool) -> float:
         exact: whether neither engine nor trainer rounds to less than float32.
     """
     return EXPERTS_SHARE if policy.has_experts else 0.0 if exact else SHARE
+
+
+ALIKE = 1e-5
+"""The largest difference, in nats, that a token's log-prob may have between two ways of one model to compute it in
+fp32."""
+
+
+def beyond_rounding(policy: Policy, args: TrainingArguments, gap: Tensor) -> str | None:
+    """Return a text about two ways of the trainer's model to compute the same log-probs, if they differ by more than
+    rounding; None if they agree.
+
+    Args:
+        policy: the model.
+        args: the trainer's arguments, which say in which dtype it computes.
+        gap: (tokens,), absolute differences of the log-probs, in nats.
+    """
+    dtype = coarsest(policy.dtype, autocast_dtype(args))
+    exact = dtype is torch.float32
+    allowed, share = ALIKE if exact else TOLERANCE[dtype], allowed_share(policy, exact)
+    beyond = int((~(gap <= allowed)).sum())  # a NaN must not pass
+    if beyond <= share * gap.numel():
+        return None
+    return f"differ by up to {float(gap.max()):.3g} nats, {beyond} of {gap.numel()} tokens by more than {allowed:g}"
 
 
 DRAWING_ADAPTERS = ("peft.tuners.pvera.layer", "peft.tuners.lora.monteclora")

@@ -98,7 +98,7 @@ def test_a_batch_of_rounds_is_the_batch_that_trl_makes_of_those_rows(sampled, mo
         return batches[-1]
 
     monkeypatch.setattr(trl.GRPOTrainer, "_generate_and_score_completions", keeping)
-    finished, watch = sampled({"rounds": 8}, max_steps=3)
+    finished, watch = sampled({"rounds": 8}, hybrid=VLLM | {"scoring": "padded"}, max_steps=3)
     tokenizer = finished.trainer.processing_class
     for batch, (trajectories, rows, _) in zip(batches, watch.batches, strict=True):
         for i, (trajectory, row) in enumerate(zip(trajectories, rows, strict=True)):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from trlx_hybrid_training.options import BEFORE
 
 sys.path.insert(0, str(Path(__file__).parent))
 from scripted import SCRIPTED, Gradients, Offer, Scripted
@@ -26,7 +27,8 @@ def noisy(monkeypatch):
 @pytest.fixture
 def compared(run, monkeypatch):
     """`compared(trainer, scoring_options, **arguments)`: a run with TRL's scoring and one with ours, how many forward
-    passes TRL's own method was asked for in each, without and with gradients, and the gradients of each step.
+    passes TRL's own method was asked for in each, without and with gradients, and the gradients of each step. Joined
+    passes and other options that a user gets without asking are on where the test asks.
 
     Each step must train something, but for the first `untrained` ones: zeros are alike however they are computed."""
     import trl
@@ -43,7 +45,7 @@ def compared(run, monkeypatch):
     def start(trainer, options, hybrid=None, plugins=(), untrained=0, **given):
         runs = []
         given.setdefault("max_steps", 2)
-        for scoring in ({}, {"scoring": "packed", "scoring_options": options}):
+        for scoring in ({"scoring": "padded"}, {"scoring": "packed", "scoring_options": BEFORE | options}):
             counted.append([0, 0])
             made = {name: make() for name, make in given.items() if name in ("model", "peft_config", "reward_funcs")}
             made |= {"plugins": [Offer(), *plugins], "callbacks": [kept := Gradients()]}

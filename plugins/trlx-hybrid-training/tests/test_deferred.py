@@ -176,7 +176,7 @@ def test_a_rollout_that_two_steps_share_takes_them_apart(compared, noisy):
 
 def test_an_engine_with_other_weights_is_found_before_they_are_trained_on(run, noisy, scripted):
     errors = []
-    for scoring in ({}, {"scoring": "packed", "scoring_options": DEFERRED}):
+    for scoring in ({"scoring": "padded"}, {"scoring": "packed", "scoring_options": DEFERRED}):
         with pytest.raises(SyncError, match="disagree on what was sampled") as caught:
             run(GRPO, hybrid={"engine": "scripted"} | scoring, plugins=[scripted], callbacks=[NoStep()], **TWO)
         errors.append(str(caught.value))
@@ -192,7 +192,7 @@ class Break(TrainerCallback):
 
 
 def test_weights_that_a_step_broke_end_the_next_rollout(run, noisy, scripted):
-    for scoring in ({}, {"scoring": "packed", "scoring_options": DEFERRED}):
+    for scoring in ({"scoring": "padded"}, {"scoring": "packed", "scoring_options": DEFERRED}):
         with pytest.raises(PolicyError, match=r"At step 1, .* no numbers: on rank 0, .* model\.embed_tokens\.weight"):
             run(GRPO, hybrid=noisy | scoring, plugins=[scripted], callbacks=[Break()], **TWO)
 

@@ -206,7 +206,7 @@ class Interrupt(TrainerCallback):
 def test_an_interrupted_pass_is_not_taken_up_by_the_next_run(run, noisy, scripted, passes):
     """Its gradients would be those of the step that was interrupted."""
     runs = []
-    for scoring in ({}, {"scoring": "packed", "scoring_options": JOINED}):
+    for scoring in ({"scoring": "padded"}, {"scoring": "packed", "scoring_options": JOINED}):
         given = STEPS | {"callbacks": [Interrupt()], "train": False}
         runs.append(run(GRPO, hybrid=noisy | scoring, plugins=[scripted], **given))
         trainer = runs[-1].trainer

@@ -13,6 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from trlx_hybrid.session import Session
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid_training import attention, recomputation
+from trlx_hybrid_training.options import BEFORE
 from trlx_hybrid_training.packing import Pack
 from trlx_hybrid_training.recomputation import LayerBytes, keepable
 
@@ -45,7 +46,8 @@ def trained(run, noisy, scripted, monkeypatch):
             patch.setattr(Qwen3DecoderLayer, "forward", forward)
             patch.setattr(GRPO, "_compute_loss", compute_loss)
             patch.setattr(Session, "free_bytes", lambda self: free)
-            settings = {"scoring": "packed", "scoring_options": {"adaptive_checkpointing": adaptive}}
+            options = BEFORE | {"adaptive_checkpointing": adaptive}
+            settings = {"scoring": "packed", "scoring_options": options}
             given = {"max_steps": 2, "gradient_accumulation_steps": 2, "gradient_checkpointing": True} | given
             done = run(GRPO, hybrid=noisy | settings, plugins=[scripted], **given)
             done.close()

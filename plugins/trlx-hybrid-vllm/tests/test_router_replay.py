@@ -98,7 +98,7 @@ def test_the_choice_that_reaches_the_experts_is_the_engines(run):
     model = routed()
     kind = trlx_hybrid.hybrid(Watching)
     given = {"model": model, "max_steps": 2, "gradient_accumulation_steps": 2, "gradient_checkpointing": False}
-    started = run(kind, train=False, hybrid=HALF | {"router_replay": True}, **given)
+    started = run(kind, train=False, hybrid=HALF | {"router_replay": True, "scoring": "padded"}, **given)
     trainer = started.trainer
     trainer.computed, trainer.seen = {}, []
     for number, layer in enumerate(model.model.layers):

@@ -117,7 +117,8 @@ def of_unknown_embeddings(**given):
 def test_layers_that_reentrant_checkpointing_keeps_gradients_from_are_named_at_the_first_step(run):
     model = of_unknown_embeddings(tied=False)
     model.get_input_embeddings().requires_grad_(False)
-    started = run(trlx_hybrid.GRPOTrainer, model=model, use_vllm=True, train=False, **REENTRANT)
+    all_layers = {"scoring": "padded"}  # packed rows keep the last layer's activations, whose weights get a gradient
+    started = run(trlx_hybrid.GRPOTrainer, model=model, use_vllm=True, train=False, hybrid=all_layers, **REENTRANT)
     with pytest.raises(trlx_hybrid.errors.SyncError) as raised:
         started.trainer.train()
     assert started.trainer.state.global_step == 0
@@ -126,7 +127,7 @@ def test_layers_that_reentrant_checkpointing_keeps_gradients_from_are_named_at_t
 
 def test_a_part_of_an_adapter_that_gets_no_gradient_is_named(run):
     config = LoraConfig(**ADAPTER, modules_to_save=["norm"])
-    adapted = {"peft_config": config, "use_vllm": True, "train": False} | REENTRANT
+    adapted = {"peft_config": config, "use_vllm": True, "train": False, "hybrid": {"scoring": "padded"}} | REENTRANT
     started = run(trlx_hybrid.GRPOTrainer, model=of_unknown_embeddings(), **adapted)
     with pytest.raises(trlx_hybrid.errors.SyncError, match=r"16 of 17 trainable parameters got no gradient.*lora_A"):
         started.trainer.train()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ...config import AUTO
 from ...contract.protocols import Rows, Scores, Scoring
 from ...policy.policy import evaluating
 from ...policy.precision import TOLERANCE, autocast_dtype, coarsest
@@ -49,7 +50,7 @@ def check_scoring(trainer: Trainer) -> None:
     """
     session = trainer.session
     require(
-        session.config.scoring is not None,
+        session.config.scoring != AUTO,
         "This trainer has no scoring of a plugin.",
         "Name one: HybridConfig(scoring=...).",
     )

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ...errors import ConfigError, HybridError, listed
 from ...interprocess import plain_data
+from ...plugins.selection import PADDED, described
 from ...versions import package_version
 from ..generation.truncation_rule import BY_TOKEN, MASKS, rule_of
 from ..scoring.kept_ids import FACT
@@ -298,7 +299,7 @@ def facts_of(trainer: StockTrainer, replayed: Mapping[str, Any] | None = None) -
         replayed: the facts of the recording that the run replays; None where it samples.
     """
     session = trainer.session
-    policy, config = session.policy, session.config
+    policy, config, scoring = session.policy, session.config, described(session.selection.scoring)
     tokenizer = getattr(policy.processing_class, "tokenizer", policy.processing_class)
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]))
     adapters = getattr(policy.module, "peft_config", {})
@@ -323,8 +324,8 @@ def facts_of(trainer: StockTrainer, replayed: Mapping[str, Any] | None = None) -
         "algorithm": config.algorithm,
         "algorithm_options": config.options("algorithm"),
         "router_replay": config.router_replay,
-        "scoring": config.scoring,
-        "scoring_options": config.options("scoring"),
+        "scoring": scoring["name"],
+        "scoring_options": scoring["options"],
     }
     if session.over_support and (setting := session.sampling.truncated_by()) is not None:
         facts[FACT] = setting
@@ -333,6 +334,17 @@ def facts_of(trainer: StockTrainer, replayed: Mapping[str, Any] | None = None) -
     if getattr(trainer.args, MASKS, False):
         facts[TRUNCATED] = rule_of(trainer)
     return dict(json.loads(json.dumps(facts, default=_plain)))
+
+
+def scored_by(facts: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the scoring of a recorded run, as `described` returns it; None where TRL scored, and for recordings that
+    do not hold all options.
+
+    Args:
+        facts: the facts of the recording.
+    """
+    name = facts.get("scoring")
+    return None if name is None else {"name": name, "options": facts.get("scoring_options", {})}
 
 
 def compared(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[list[str], list[str]]:
@@ -345,11 +357,14 @@ def compared(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[list
     then, now = dict(_flat(recorded)), dict(_flat(here))
     if TRUNCATED in now:
         then.setdefault(TRUNCATED, BY_TOKEN)  # recordings of earlier versions lack this fact
+    then["scoring"] = then.get("scoring") or PADDED
     evaluates = now["settings.eval_strategy"] != "no"
     foreign, other = [], []
     for name in dict.fromkeys([*then, *now]):
         if then.get(name) == now.get(name) or (name.startswith("model.") and not (name in then and name in now)):
             continue  # a config field that only one of the two transformers versions has
+        if name.startswith("scoring_options.") and name not in then:
+            continue  # earlier recordings hold the options that the user set; this run has taken over the others
         text = f"{name.removeprefix('settings.')} is {now.get(name)!r:.60}, and {then.get(name)!r:.60} was recorded"
         if FOREIGN.fullmatch(name) or (evaluates and EVALUATION.fullmatch(name)):
             foreign.append(text)

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 
 def in_one_step(trainer: StockTrainer, run: RunState) -> bool:
-    """Return whether the optimizer step that runs now is going to use all micro-batches of the rollout that begins."""
+    """Return whether the optimizer step that runs now is going to use all micro-batches of the rollout that begins.
+    False where none runs: a script may ask a trainer that does not train for a batch."""
     needed = run.window.done + int(trainer.args.steps_per_generation)
-    return needed <= trainer.current_gradient_accumulation_steps
+    return needed <= getattr(trainer, "current_gradient_accumulation_steps", 0)
 
 
 def regrouped(trainer: StockTrainer, run: RunState, drawn: Rows) -> Rows:

@@ -8,6 +8,7 @@ needs of the scores; and return them.
 from __future__ import annotations
 
 import functools
+import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,10 @@ from ...blame import called_back
 from ...contract.protocols import Rows, Scores
 from ...contract.support import BOUNDS, WORDS, KeptTokens, tensors_of
 from ...errors import ComponentError
-from ...policy.policy import transformers_model
+from ...policy.policy import evaluating, transformers_model
+from ...rollout.seeding import preserved_generators
 from ...routing import DIFFERENCE, EXPERTS, aligned, experts_of
+from ...weights.verify import beyond_rounding
 from ..generation.truncation import attended
 from ..refusals import LOSS, overriding
 from ..stock import mode_of
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
 
     from ..state import Batch, RunState
     from ..stock import StockTrainer
+
+logger = logging.getLogger(__name__)
 
 IGNORED = -100
 """The label of positions that are not scored, such as prompts and padding."""
@@ -247,7 +252,7 @@ class ScoringCall:
         if run.micro_batch is None or self._of_reference or self.router_loss or pictured:
             return None
         trains = torch.is_grad_enabled() and self.trainer.model.training and session.scoring.joins
-        if not trains or overriding(self.trainer, "training_step", *LOSS) is not None:
+        if not trains or run.joins == 0 or overriding(self.trainer, "training_step", *LOSS) is not None:
             return None
         micro_batch = run.micro_batch.inputs
         if window.joined is None:
@@ -256,8 +261,37 @@ class ScoringCall:
             if count == 1:
                 return None
             every = self._together(rows, ahead[:count])
+            if count > run.joins:
+                run.joins = count if self._alike(rows, every, ahead[count - 1]) else 0
+            if run.joins == 0:
+                return None
             window.joined = JoinedPass(component.scored(session, every, self.entropies), ahead[:count])
         return window.joined.take(micro_batch)
+
+    @torch.no_grad()
+    def _alike(self, rows: Rows, every: Rows, last: dict[str, Any]) -> bool:
+        """Return whether the last of several micro-batches gets the same log-probs in one forward pass with the others
+        as in a pass of its own, without dropout. Log a warning if it does not. Collective.
+
+        Args:
+            rows: the current micro-batch as a scoring component takes it.
+            every: the rows of all these micro-batches.
+            last: the last micro-batch.
+        """
+        session = self.run.session
+        with evaluating(self.model), preserved_generators():
+            alone = self._together(rows, [last])
+            apart, joined = (component.scored(session, some, False).log_probs for some in (alone, every))
+        session.policy.reshard()  # without a backward pass the parameters would stay gathered
+        self.masses.clear()  # nothing is logged of these passes
+        if session.router_replay is not None:
+            session.router_replay.difference()
+        scored = last["completion_mask"].bool()
+        found = beyond_rounding(session.policy, session.args, (joined[-len(apart) :] - apart).abs()[scored])
+        reason = next((r for r in session.ranks.gather(found) if r is not None), None)
+        if reason is not None and session.ranks.rank == 0:
+            logger.warning("Each micro-batch takes a forward pass of its own: log-probs of a shared one %s.", reason)
+        return reason is None
 
     def _together(self, rows: Rows, ahead: list[dict[str, Any]]) -> Rows:
         """Return the rows of several micro-batches as the rows of one call. TRL's method scores all of them at once, so

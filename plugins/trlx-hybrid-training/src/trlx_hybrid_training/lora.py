@@ -67,9 +67,11 @@ Importing this module imports PEFT.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -77,13 +79,30 @@ from peft.tuners.lora.layer import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 
 CAST = {torch.bfloat16, torch.float16, torch.float32}  # by autocast
 DTYPES = CAST | {torch.float64}
 PLAIN = {nn.Parameter, Tensor}
 
 
-def apply(model: nn.Module) -> list[tuple[str, str]]:
+logger = logging.getLogger(__name__)
+
+COMPARED = 64
+"""The number of tokens with which a layer is compared with PEFT's."""
+
+_unproven: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""Names of the layers whose next call is compared with PEFT's."""
+
+_refuted: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""The layers that a comparison gave PEFT's forward back, with what it found."""
+
+ALLOWED = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 0.05, torch.float16: 0.01}
+"""The largest allowed difference from PEFT's layer by the dtype of the products, as a fraction of the largest value.
+PEFT rounds three times where this module rounds once."""
+
+
+def apply(model: nn.Module, compare: bool = False) -> list[tuple[str, str]]:
     """Give each of PEFT's LoRA layers in `model` the faster forward of this module, if the layer is one that this
     module can compute.
 
@@ -91,6 +110,8 @@ def apply(model: nn.Module) -> list[tuple[str, str]]:
 
     Args:
         model: any module, before or after it is wrapped; without PEFT's layers nothing happens.
+        compare: whether the first call of each layer is compared with PEFT's forward and backward pass. A layer that
+            differs by more than rounding explains gets PEFT's forward back, and a warning names it.
 
     Returns:
         Name and reason of each adapted module that keeps PEFT's forward, in model order.
@@ -99,10 +120,12 @@ def apply(model: nn.Module) -> list[tuple[str, str]]:
     for name, module in model.named_modules():
         if not isinstance(module, BaseTunerLayer):
             continue
-        found = _unserved_type(module) or _parts(module)
+        found = _refuted.get(module) or _unserved_type(module) or _parts(module)
         if isinstance(found, str):
             unserved.append((name, found))
         else:
+            if compare and "forward" not in vars(module):
+                _unproven[module] = name
             module.forward = MethodType(forward, module)
     return unserved
 
@@ -137,11 +160,57 @@ def forward(self: Linear, x: Tensor, *args: object, **kwargs: object) -> Tensor:
     if not isinstance(parts, str):
         weight, bias, a, b, scaling, drop = parts
         dtype = _dtype(x, weight, a, b)
-        if dtype is not None:
+        if dtype is not None and (self not in _unproven or not x.numel() or _as_in_peft(self, x, dtype)):
             compute: Callable[..., Tensor] = _LowRank.apply
             return compute(x, weight, bias, a, b, scaling, drop, dtype)
     out: Tensor = Linear.forward(self, x, *args, **kwargs)
     return out
+
+
+def _as_in_peft(layer: Linear, x: Tensor, dtype: torch.dtype) -> bool:
+    """Compare a layer's outputs and gradients with those of PEFT's forward, and return whether rounding explains the
+    differences. If it does not, give the layer PEFT's forward back, and log a warning that names it.
+
+    Dropout is left out of the comparison. B, which begins as zeros, is replaced by other numbers meanwhile.
+
+    Args:
+        x: (..., in), the input of the layer's first call, of which up to `COMPARED` tokens are used.
+        dtype: the dtype of the products.
+    """
+    name = _unproven.pop(layer)
+    (adapter,) = (adapter for adapter in layer.active_adapters if adapter in layer.lora_A)
+    held, dropout = layer.lora_B[adapter]._parameters, layer.lora_dropout[adapter]
+    b, training = held["weight"], dropout.training
+    assert b is not None
+    noise = torch.randn(b.shape, generator=torch.Generator().manual_seed(0)).to(b)
+    # Tensors are saved as they are: gradient checkpointing would take them for the layer's own, and recompute it.
+    plain = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with torch.inference_mode(False), torch.enable_grad(), plain:
+        held["weight"], dropout.training = nn.Parameter(b.detach().clone() + noise, b.requires_grad), False
+        try:
+            ours, peft = (_results(layer, compute, x) for compute in (forward, Linear.forward))
+        finally:
+            held["weight"], dropout.training = b, training
+    rough = x.is_cuda and dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    allowed = ALLOWED[torch.float16 if rough else dtype]
+    gaps = [float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in zip(ours, peft, strict=True)]
+    if all(gap <= allowed for gap in gaps):  # a NaN must not pass
+        return True
+    layer.forward = MethodType(Linear.forward, layer)
+    _refuted[layer] = f"it would differ from it by {max(gaps):.3g} of its largest value"
+    logger.warning("LoRA layer %s computes as in PEFT: %s.", name, _refuted[layer])
+    return False
+
+
+def _results(layer: Linear, compute: Callable[[Linear, Tensor], Tensor], x: Tensor) -> list[Tensor]:
+    """Return a layer's output, and the gradients of its input, A and B (unless frozen), in float32, for the first
+    tokens of `x`."""
+    given = x.detach().reshape(-1, x.shape[-1])[:COMPARED].clone().requires_grad_()
+    (adapter,) = (adapter for adapter in layer.active_adapters if adapter in layer.lora_A)
+    out = compute(layer, given)
+    wanted = given, layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+    gradients = torch.autograd.grad(out, [t for t in wanted if t.requires_grad], out.detach())
+    return [tensor.float() for tensor in (out.detach(), *gradients)]
 
 
 class _LowRank(torch.autograd.Function):

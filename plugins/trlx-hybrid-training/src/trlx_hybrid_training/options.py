@@ -13,10 +13,10 @@ class TrainingOptions:
 
     Attributes:
         lora_layers: let plain LoRA layers read and write their input and output fewer times, which is faster, see
-            `trlx_hybrid_training.lora`. Rounding differs from PEFT's, so it is off unless asked for.
+            `trlx_hybrid_training.lora`. True: in any run. False: in none. None: where `scoring="packed"` says so.
     """
 
-    lora_layers: bool = False
+    lora_layers: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,15 +36,19 @@ class PackedOptions:
             memory requires, see `trlx_hybrid_training.recomputation`.
         joined: with `adaptive_checkpointing`, and where rows are packed: compute several micro-batches of an optimizer
             step in one forward and one backward pass, as many as memory holds without recomputing a layer. TRL's losses
-            and metrics stay those of single micro-batches.
+            and metrics stay those of single micro-batches. None: where the two others are on.
+        lora_layers: let plain LoRA layers read and write their input and output fewer times, see
+            `trlx_hybrid_training.lora`. Each layer's first call is compared with PEFT's, and the layer stays PEFT's
+            where they differ.
     """
 
     packing: bool = True
     deferred: bool = True
     balanced: bool = True
     shared_prompts: bool = True
-    adaptive_checkpointing: bool = False
-    joined: bool = False
+    adaptive_checkpointing: bool = True
+    joined: bool | None = None
+    lora_layers: bool = True
 
     def __post_init__(self) -> None:
         if self.joined and not (self.adaptive_checkpointing and self.packing):
@@ -52,3 +56,7 @@ class PackedOptions:
                 "scoring_options: joined needs packing and adaptive_checkpointing, which counts what a token keeps in "
                 "memory. Set both to True, or leave joined out."
             )
+
+
+BEFORE = {"adaptive_checkpointing": False, "joined": False, "lora_layers": False}
+"""Options of `scoring="packed"` that were off unless asked for, before they became the default."""

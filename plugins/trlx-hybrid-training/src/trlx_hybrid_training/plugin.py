@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from trlx_hybrid.plugins.hookspecs import hookimpl
 
-from .options import PackedOptions, TrainingOptions
+from .options import BEFORE, PackedOptions, TrainingOptions
 
 if TYPE_CHECKING:
     from trlx_hybrid.contract.protocols import Run
@@ -24,6 +24,8 @@ def trlx_register(registry: Registry) -> None:
         "packed",
         "trlx_hybrid_training.scoring:Packed",
         options=PackedOptions,
+        proves=True,
+        options_before=BEFORE,
         summary="padding-free forward; old log-probs taken from the first training forward",
     )
 

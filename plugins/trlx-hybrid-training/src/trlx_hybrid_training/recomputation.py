@@ -72,13 +72,16 @@ class LayerBytes:
     """A record of how many bytes a layer kept for its backward pass, by the number of tokens in the forward pass.
 
     Its truth value (`bool`) is True once it has an entry.
+
+    Attributes:
+        seen: the bytes, by the number of tokens.
     """
 
     def __init__(self) -> None:
-        self._seen: dict[int, int] = {}
+        self.seen: dict[int, int] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._seen)
+        return bool(self.seen)
 
     def add(self, tokens: int, bytes_: int) -> None:
         """Record how many bytes a layer kept in a forward pass. This replaces the records of forward passes with as
@@ -89,7 +92,7 @@ class LayerBytes:
             bytes_: the bytes that the layer kept for its backward pass.
         """
         size = tokens.bit_length()
-        self._seen = {n: b for n, b in self._seen.items() if n.bit_length() != size or n > tokens} | {tokens: bytes_}
+        self.seen = {n: b for n, b in self.seen.items() if n.bit_length() != size or n > tokens} | {tokens: bytes_}
 
     def expected(self, tokens: int) -> int | None:
         """Return how many bytes a layer keeps at most in a forward pass, or None if nothing is recorded yet.
@@ -101,7 +104,7 @@ class LayerBytes:
         Args:
             tokens: the number of tokens in the forward pass.
         """
-        return min((b if n >= tokens else -(-b * tokens // n) for n, b in self._seen.items()), default=None)
+        return min((b if n >= tokens else -(-b * tokens // n) for n, b in self.seen.items()), default=None)
 
 
 class Recomputation:
@@ -111,11 +114,12 @@ class Recomputation:
         session: the run.
 
     Attributes:
+        layer_bytes: the bytes that a layer was seen to keep.
         recomputed: how many layers were recomputed for the last loss; None before the first.
     """
 
     def __init__(self, session: Run) -> None:
-        self._session, self._kept = session, LayerBytes()
+        self._session, self.layer_bytes = session, LayerBytes()
         self.recomputed: int | None = None
         self._sharded = any(is_sharded(p) for p in session.policy.module.parameters())
 
@@ -157,7 +161,7 @@ class Recomputation:
                 with _counting(layers[-1]) as storages:
                     yield
                 if storages:  # a layer that was not called tells nothing
-                    self._kept.add(tokens, sum(storages.values()))
+                    self.layer_bytes.add(tokens, sum(storages.values()))
             else:
                 yield
         finally:
@@ -174,7 +178,7 @@ class Recomputation:
             tokens: the number of tokens of each of these micro-batches.
         """
         layers = self._layers()
-        counts = range(len(tokens), 1, -1) if layers and self._kept else ()
+        counts = range(len(tokens), 1, -1) if layers and self.layer_bytes else ()
         memory = self._memory() if counts else (0, 0)
         count = next((n for n in counts if self._fitting(sum(tokens[:n]), len(layers), memory) == len(layers)), 1)
         ranks = self._session.ranks
@@ -189,7 +193,7 @@ class Recomputation:
         return [m for m in modules if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing]
 
     def _keepable(self, tokens: int, layers: int) -> int:
-        kept = self._fitting(tokens, layers, self._memory()) if self._kept else 1
+        kept = self._fitting(tokens, layers, self._memory()) if self.layer_bytes else 1
         return min(self._session.ranks.gather(kept)) if self._sharded else kept
 
     def _fitting(self, tokens: int, layers: int, memory: tuple[int, int]) -> int:
@@ -200,7 +204,7 @@ class Recomputation:
             layers: how many layers there are.
             memory: bytes of the device that are free, and how many of these something other than activations will take.
         """
-        layer, (free, others) = self._kept.expected(tokens), memory
+        layer, (free, others) = self.layer_bytes.expected(tokens), memory
         assert layer is not None
         return keepable(free, others + layers * tokens * self._input, layer, layers)
 

@@ -7,21 +7,21 @@ explains, all rows stay padded.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from trlx_hybrid.contract.protocols import Rows, Scores, Scoring
 from trlx_hybrid.policy.policy import evaluating
-from trlx_hybrid.policy.precision import TOLERANCE, autocast_dtype, coarsest
 from trlx_hybrid.rollout.seeding import preserved_generators
-from trlx_hybrid.weights.verify import allowed_share
+from trlx_hybrid.weights.verify import beyond_rounding
 
 from . import attention
 from .micro_batches import WORTH, RowLengths, equal_tokens, fewest_tokens
+from .options import TrainingOptions
 from .packing import Pack, attention_name, refused, takes_prefixes
 from .recomputation import Recomputation
 
@@ -32,10 +32,6 @@ if TYPE_CHECKING:
     from .options import PackedOptions
 
 logger = logging.getLogger(__name__)
-
-EXACT = 1e-5
-"""The largest difference, in nats, that a token's log-prob may have between packed and padded rows if the model
-computes in fp32."""
 
 
 class Packed(Scoring):
@@ -71,7 +67,14 @@ class Packed(Scoring):
             attention.register()
         compiled = getattr(session.args, "torch_compile", False)  # it would recompile each layer that changes
         self.recomputation = Recomputation(session) if options.adaptive_checkpointing and not compiled else None
-        self._joins = options.joined and self.recomputation is not None
+        packed = self.padded_because is None
+        self._joins = options.joined is not False and packed and self.recomputation is not None
+        of_plugin = session.config.options_of("training", TrainingOptions).lora_layers
+        self._adapters = options.lora_layers and of_plugin is None and session.policy.adapters and not compiled
+        if self._adapters:
+            from .lora import apply
+
+            apply(session.policy.module, compare=True)
 
     def note(self) -> str:
         """Return the line about this scoring that is printed when a run starts: whether rows are packed or padded, and
@@ -81,6 +84,10 @@ class Packed(Scoring):
         else:
             prompts = ", shared prompts once" if self._shares else ""
             said = f"scoring: rows are packed{prompts}, attention by {self._attention}"
+        if self._adapters:
+            from .lora import served
+
+            said = f"{said}; {served(self._session.policy.module)}"
         if self.recomputation is None:
             return said
         idle = self.recomputation.idle()
@@ -116,6 +123,19 @@ class Packed(Scoring):
         """
         assert self.recomputation is not None
         return self.recomputation.joined(tokens)
+
+    def state(self) -> Mapping[str, Any]:
+        """Return whether micro-batches share passes, and how many bytes a layer was seen to keep, by the number of
+        tokens. A resumed run then joins the micro-batches that it would have joined without the interruption."""
+        seen = {} if self.recomputation is None else self.recomputation.layer_bytes.seen
+        return {"joins": self.joins, "layer_bytes": seen}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned. The first rows are compared all the same."""
+        self.joins = self._joins and bool(state.get("joins"))
+        if self.recomputation is not None:
+            for tokens, bytes_ in state.get("layer_bytes", {}).items():
+                self.recomputation.layer_bytes.add(int(tokens), bytes_)
 
     def score(self, rows: Rows) -> Scores:
         """Compute the rows' per-token log-probs and entropies as TRL does; without padding, where rows are packed.
@@ -222,7 +242,8 @@ class Packed(Scoring):
             else:
                 differences = (packed.log_probs - padded.repeat_interleave(2, dim=0)).abs()
                 gap = differences[mask[:, -rows.completion_length :].bool()]
-                reason = self._too_far(gap)
+                found = beyond_rounding(session.policy, session.args, gap)
+                reason = found and f"packed and padded log-probs {found}"
         session.policy.reshard()  # without a backward pass the parameters would stay gathered
         if session.ranks.any(reason is not None):
             self.padded_because = next(r for r in session.ranks.gather(reason) if r is not None)
@@ -233,24 +254,6 @@ class Packed(Scoring):
             self._compared.add(id(rows.model))
             if session.ranks.rank == 0 and gap.numel():
                 logger.info("Packed rows differ from padded ones by %.3g nats at most.", float(gap.max()))
-
-    def _too_far(self, gap: Tensor) -> str | None:
-        """Return why rows must not be packed, if packed and padded rows have different log-probs; else None.
-
-        Args:
-            gap: (tokens,), absolute differences of the log-probs, in nats.
-        """
-        policy = self._session.policy
-        dtype = coarsest(policy.dtype, autocast_dtype(self._session.args))
-        exact = dtype is torch.float32
-        allowed, share = EXACT if exact else TOLERANCE[dtype], allowed_share(policy, exact)
-        beyond = int((~(gap <= allowed)).sum())  # a NaN must not pass
-        if beyond <= share * gap.numel():
-            return None
-        return (
-            f"packed and padded log-probs differ by up to {float(gap.max()):.3g} nats, {beyond} of {gap.numel()} "
-            f"tokens by more than {allowed:g}"
-        )
 
     def close(self) -> None:
         """Restore the attention implementation that each model's config named before."""

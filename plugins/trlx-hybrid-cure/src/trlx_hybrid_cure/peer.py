@@ -239,9 +239,10 @@ class Remote:
     """A stand-in for an object of the other process. What is done to the stand-in (a call, an attribute access, an
     operator) is done to the object in its process.
 
-    A value is called plain if it is of one of Python's own data types. A stand-in equals no plain value, unless the
-    object's class derives from a plain type and its content, as that type, is equal. An operator applied to a stand-in
-    and a plain value never returns a plain value that the other process has chosen.
+    The other process runs a program that must not pass a test by overriding operators. A value is called plain if it is
+    of one of Python's own data types. A stand-in equals a plain value only if the object's class derives from a plain
+    type and its content, as that type, is equal. If the other process computes an operator on a stand-in and a plain
+    value, the result is a stand-in again or the operator is refused.
 
     Args:
         peer: the connection to the other process.

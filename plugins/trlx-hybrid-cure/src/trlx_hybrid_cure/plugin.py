@@ -12,7 +12,12 @@ if TYPE_CHECKING:
 
 @hookimpl
 def trlx_doctor(options: Any) -> list[Finding]:
-    """Report by which isolation programs would run on this machine, or why they cannot run."""
+    """Report for `trlx-hybrid doctor` in which kind of isolation programs that a model wrote would run on this machine,
+    or why none of them works here.
+
+    Args:
+        options: the command's options, not used.
+    """
     from trlx_hybrid.contract.types import Finding
 
     from .sandbox import Sandbox, SandboxError

@@ -98,7 +98,8 @@ def enclose(namespaces: bool) -> None:
 
 
 def enter_namespaces(new_user: bool) -> None:
-    """Continue as the first process in new namespaces, where only the paths of `visible` exist, read-only.
+    """Continue as the first process in new namespaces, where only the paths that the function `visible` returns exist,
+    read-only. It returns in a forked child; the calling process waits for the child and exits with its status.
 
     Args:
         new_user: whether to enter a new user namespace, too, which a process without root rights needs in order to

@@ -103,8 +103,10 @@ class Channel:
 
         Raises:
             TimeoutError: the deadline has passed.
-            EOFError: the other end is closed, or announced a frame of more than `LARGEST` bytes.
-            OSError: the other end is closed.
+            EOFError: the other end was closed, so that nothing is left to read, or announced a frame of more than
+                `LARGEST` bytes.
+            OSError: reading failed, such as with ECONNRESET where the other end was closed before it had read all that
+                was sent to it.
         """
         length = int.from_bytes(self._exactly(8, deadline), "little")
         if length > LARGEST:
@@ -198,7 +200,8 @@ def is_module(value: object) -> bool:
 
 
 def standard(name: str) -> Any:
-    """Return the standard-library type of this qualified name, such as "collections.deque"."""
+    """Return the type that a qualified name of the standard library stands for, such as "collections.deque", to rebuild
+    a value that the other process sent. `decode` calls it for the names in `COPIED` only."""
     module, _, kind = name.rpartition(".")
     return getattr(importlib.import_module(module), kind)
 

@@ -115,8 +115,8 @@ class Facts:
 
 
 def own_facts() -> Facts:
-    """Return the report of this node, and of the environment that actors get on it. It runs in a Ray task on each
-    node."""
+    """Return what the doctor's checks of a Ray cluster need to know of this node: versions of packages, number of GPUs,
+    and limits. It runs in a Ray task on each node, with the packages and limits that actors get there."""
     versions = {name: release for name in PACKAGES if (release := release_of(name)) is not None}
     shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     return Facts(

@@ -1,10 +1,10 @@
-"""The reaper: a process that ends the descendants of another one once that is gone, and removes their shared memory.
+"""The reaper: a small process that watches another process, the owner. When the owner is gone, the reaper ends the
+owner's descendants and removes their shared memory.
 
 Ray has means of its own for this, set when a cluster starts: `RAY_process_group_cleanup_enabled`, and a raylet that
 adopts orphans. A cluster that is joined may not have them, they do not reach processes that torchelastic starts in
-sessions of their own, and they end nothing when the raylet itself is killed. So a small process beside the owner, the
-process that starts others, waits until the owner is gone or asks for the end. It is a child of neither the owner nor
-the raylet. Linux only.
+sessions of their own, and they end nothing when the raylet itself is killed. So the reaper waits beside the owner,
+until the owner is gone or asks for the end. It is a child of neither the owner nor the raylet. Linux only.
 
 The owner's descendants are known by two marks, which every process inherits from its parent. One is a variable in the
 environment, which a program that is started with another environment loses. The other is a resource limit, which even
@@ -192,11 +192,12 @@ def end(owner: str, pid: int, grace: float) -> list[int]:
 
 
 def _signal(owner: str, pid: int, which: signal.Signals, seconds: float) -> set[int]:
-    """Send a signal to all processes that an owner has started, and wait for at most `seconds` until none is left.
-    Returns the ids of the processes that got the signal.
+    """Send a signal to all processes that an owner (a process that a reaper watches) has started, and wait for at most
+    `seconds` until all have ended. Returns the ids of the processes that got the signal, whether they have ended or
+    not.
 
     Args:
-        owner: the owner's number, `Reaper.owner`; "" for none.
+        owner: the owner's number, `Reaper.owner`, with which its descendants are marked; "" for none.
         pid: the id of a process; processes in its group or session get the signal, too. 0 for none.
         which: the signal.
         seconds: the time to wait.

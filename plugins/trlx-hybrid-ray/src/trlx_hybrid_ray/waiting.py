@@ -45,7 +45,8 @@ class RunningClock:
         self._seconds, self._looked = 0.0, time.monotonic()
 
     def now(self) -> float:
-        """Return the seconds in which this process ran since the clock was made."""
+        """Return the wall-clock seconds since the clock was made, without the time in which this process was stopped or
+        its machine suspended."""
         before, self._looked = self._looked, time.monotonic()
         self._seconds += min(self._looked - before, 2 * LOOK)
         return self._seconds

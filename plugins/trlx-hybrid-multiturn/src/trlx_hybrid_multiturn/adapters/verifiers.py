@@ -185,7 +185,8 @@ def remainder(prompt: list[Message], asked: list[Message]) -> str | list[Message
 
 
 class _Process:
-    """A process that runs verifiers. It ends with the trainer's process, because its standard input closes then.
+    """A process that runs the library `verifiers` and serves the episodes of one of its tasksets (tasks with their
+    rewards). The process ends with the trainer's process, because its standard input closes then.
 
     Args:
         taskset: verifiers' id of an installed taskset, or the name of a module in the current directory.
@@ -198,7 +199,7 @@ class _Process:
         stop: ends the process; safe to call twice.
 
     Raises:
-        ConfigError: the process cannot be started, did not start in time, or cannot play the taskset.
+        ConfigError: the process cannot be started, did not start in time, or cannot load the taskset or its packages.
     """
 
     def __init__(self, taskset: str, python: str, env: Mapping[str, object], seconds: float) -> None:

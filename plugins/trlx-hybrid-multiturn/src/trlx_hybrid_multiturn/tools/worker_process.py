@@ -10,8 +10,8 @@ never loads a pickle from a process that runs code which a model wrote:
                       shown), "unshowable" (why it cannot be shown the result) and "error" (the tool's exception, see
                       `trlx_hybrid.interprocess.remote_errors`)
 
-A process that a tool forks sends no answers: it ends where it returns from the tool. All processes that a tool starts
-end with this process at the latest, see `trlx_hybrid.interprocess.process_tree`.
+A child process that a tool forks sends no answers: once the tool returns or raises in the child, the child exits. All
+processes that a tool starts end with this process at the latest, see `trlx_hybrid.interprocess.process_tree`.
 """
 
 from __future__ import annotations

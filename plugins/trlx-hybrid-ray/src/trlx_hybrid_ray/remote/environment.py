@@ -433,8 +433,13 @@ class RemoteEnvironment:
                 again = False
 
     def _result(self, method: str, reply: bytes | None) -> Any:
-        """Decode a worker's reply: return the method's result, or raise what the method raised. None stays None. It is
-        not a part of the coroutine `_reply`, because a coroutine cannot raise StopIteration, and a method may."""
+        """Decode a worker's reply: return the method's result, or raise what the method raised. It is not a part of the
+        coroutine `_reply`, because a coroutine cannot raise StopIteration, and a method may.
+
+        Args:
+            method: the name of the method or attribute.
+            reply: the reply; None where the environment is lost and no reply is needed, and the result is then None.
+        """
         return None if reply is None else self._handle.result(method, reply)
 
     def __reduce__(self) -> tuple[object, ...]:

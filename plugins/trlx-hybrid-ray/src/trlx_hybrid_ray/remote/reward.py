@@ -566,5 +566,6 @@ class RewardActor(PoolActor):
 
 
 async def _awaited(answer: Awaitable[T]) -> T:
-    """Wait for an awaitable in a coroutine, which `asyncio.Runner` requires."""
+    """Await `answer` and return its result. `asyncio.Runner.run` takes coroutines only; this makes one of any
+    awaitable."""
     return await answer

@@ -204,8 +204,9 @@ def _cut(leaf: Any, rows: range) -> Any:
 
 
 def _joined(*values_and_path: Any) -> Any:
-    """Join the corresponding innermost values of all chunks' results: concatenate lists, tensors or arrays, and return
-    any other value as it is if all are equal.
+    """Join the values that stand at the same path in the nested results of all chunks (the parts of a batch, one for
+    each worker). Lists, tensors and arrays are concatenated along their rows. Any other value has no rows, such as a
+    number: it must be equal in all results and is returned as it is.
 
     Args:
         values_and_path: one value from each result, and last their path as text, for messages.

@@ -68,8 +68,9 @@ def put(value: object) -> Reference:
 def wait(
     references: Sequence[Reference], *, num_returns: int, timeout: float | None, fetch_local: bool = False
 ) -> tuple[list[Reference], list[Reference]]:
-    """Divide references into finished and unfinished ones as `ray.wait` does, but wait for all of them, whatever
-    `num_returns` says."""
+    """Stand in for `ray.wait` where actors are threads: wait until all references are finished or `timeout` seconds
+    have passed (None: no limit). Returns the finished and the unfinished references. `num_returns` and `fetch_local`
+    are ignored: worker groups always wait for all references, and none is fetched from another node."""
     done = concurrent.futures.wait(references, timeout).done
     return [r for r in references if r in done], [r for r in references if r not in done]
 

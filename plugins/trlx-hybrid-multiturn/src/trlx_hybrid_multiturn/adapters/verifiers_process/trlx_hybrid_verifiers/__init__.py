@@ -17,8 +17,9 @@ __all__ = ["ChatHarness"]
 
 
 class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
-    """A verifiers harness, which makes an agent's calls of the model. This one asks for one reply per launch, in this
-    process; verifiers launches it again for each further reply in the conversation."""
+    """A harness for the library `verifiers`: the part that calls the model for an agent. Each launch asks the model for
+    one reply, without starting a program of its own; verifiers launches the harness again for each further reply in the
+    conversation."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_RESUME = True

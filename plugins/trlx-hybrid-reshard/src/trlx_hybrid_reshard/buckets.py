@@ -146,7 +146,8 @@ def _one_layer(sharding: Sharding) -> Ints:
 
 def _kept(source: Sharding, target: Sharding) -> Ints:
     """Return the number of elements of one layer that each rank holds both before and after the reshard, int64 of shape
-    (ranks,). It is 0 for a rank that, before the reshard, lacks some of the layers that it holds afterwards."""
+    (ranks,). The number has to be right for every layer: it is 0 for a rank that lacks, before the reshard, some of the
+    layers that it holds afterwards."""
     kept, every = (source.held & target.held).astype(np.int64), np.arange(source.world)
     for d, (asked, held) in enumerate(zip(target.pieces_of(every), source.pieces_of(every), strict=True)):
         common = overlap(asked, held)

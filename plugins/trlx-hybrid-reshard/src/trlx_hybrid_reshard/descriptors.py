@@ -45,10 +45,12 @@ class Descriptors:
     find the same order.
 
     Attributes:
-        receives, sends: arrays of dtype `SLICE`, one entry per box.
-        copies: the boxes that the rank holds both before and after the reshard and so copies itself, of dtype `SLICE`;
-            `here` is the start in what it holds afterwards.
-        there: the start of each copy in what the rank holds before, int64 of shape (copies, DIMENSIONS).
+        receives, sends: arrays of dtype `SLICE` (bucket, other rank, parameter, layer and index ranges), one entry per
+            box.
+        copies: the boxes that the rank holds both before and after the reshard and so copies itself, of dtype `SLICE`.
+            The field `here` is the index per dimension at which a box starts in the rank's part after the reshard.
+        there: the index per dimension at which each box of `copies` starts in the rank's part before the reshard, int64
+            of shape (copies, DIMENSIONS).
     """
 
     receives: Slices

@@ -272,14 +272,14 @@ def _sent(source: Sharding, target: Sharding, rank: int, node: Ints) -> tuple[In
 
 
 def _by_layer(others: Sharding, common: list[Ints], layers: Ints, assignment: LayerAssignment) -> Ints:
-    """Return the number of elements that this rank exchanges with each rank, shape (ranks,), if the holders of the same
-    data take turns by layer.
+    """Return the number of elements that this rank exchanges with each rank, shape (ranks,), where several ranks hold
+    the same data and each of them sends some of the layers.
 
     Args:
-        others: the sharding of the parameter on the other end.
+        others: the parameter's sharding at the other end: before the reshard if this rank receives, else after it.
         common: for each dimension, the number of indices that this rank shares with each part of `others`.
-        layers: the range of layers that this rank holds, (1, 2).
-        assignment: the layers that each pair of ranks transfers.
+        layers: the first layer that this rank holds and the end of its range, int64 of shape (1, 2).
+        assignment: the layers that go between this rank and each other rank.
     """
     ranges = others.parts[0][:, 0]
     start, stop = np.maximum(ranges[:, 0], layers[0, 0]), np.minimum(ranges[:, 1], layers[0, 1])

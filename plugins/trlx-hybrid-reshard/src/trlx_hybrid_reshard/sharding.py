@@ -80,12 +80,15 @@ class Sharding:
         return np.where(self.held, number, -1)
 
     def per_rank(self, values: tuple[Ints, ...]) -> Ints:
-        """Multiply one value per dimension for each rank, for example lengths into a number of elements. Returns int64
-        of shape (ranks,), 0 for a rank that holds nothing.
+        """Return a number for each rank: the product, over all dimensions, of the value that belongs to the part which
+        the rank holds in that dimension. If the values are the lengths of the parts, the products are the ranks'
+        numbers of elements.
 
         Args:
-            values: for each dimension, one value for each of its parts, int64 of shape (parts,). A rank takes the value
-                of the part that it holds.
+            values: for each dimension, one value for each of its parts, int64 of shape (parts,).
+
+        Returns:
+            int64 of shape (ranks,), 0 for a rank that holds nothing.
         """
         product = self.held.astype(np.int64)
         for value, coordinates in zip(values, self.coordinates, strict=True):

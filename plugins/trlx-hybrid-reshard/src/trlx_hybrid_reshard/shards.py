@@ -129,8 +129,8 @@ class Shards:
         return self._frozen.names
 
     def parameters(self, names: Sequence[str]) -> list[Parameter]:
-        """Return the names and shapes of some parameters in the form from which transfers are planned: one `Parameter`
-        per tensor, even if it repeats in every layer."""
+        """Return the names and shapes of some tensors as `Parameter` objects, from which transfers are planned. Each
+        tensor gets an object of its own, also where every layer has a tensor of that kind."""
         return [Parameter(name=name, shape=self.shapes[name]) for name in names]
 
     def layout(self, world: int) -> LiveSharding:

@@ -109,10 +109,11 @@ def prompt_of(request: Request) -> dict[str, Any]:
 
 
 def refuse_another_prompt(request: Request, theirs: Sequence[int] | None) -> None:
-    """Check that vLLM's tokens of a prompt with images are those that the trainer scores; ignore text-only prompts.
+    """Check that vLLM's tokens of a prompt with images are those that the trainer scores.
 
     Args:
-        theirs: the token ids of the prompt after vLLM has processed its images.
+        request: the request with the trainer's tokens; a request without images is not checked.
+        theirs: the token ids of the prompt after vLLM has processed its images; None counts as no tokens.
 
     Raises:
         EngineError: the tokens differ.

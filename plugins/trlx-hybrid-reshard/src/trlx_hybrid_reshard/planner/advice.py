@@ -132,7 +132,12 @@ def advice_for_run(config: PretrainedConfig, train: Sharding, rollout: Sharding,
 
 
 def _sharding(better: Better) -> str:
-    """Return the beginning of the sentence that advises to shard other dimensions, with the names of the modules."""
+    """Return the beginning of a sentence of advice, such as "Sharding down_proj, o_proj along the dimension that the
+    engine slices", to which the caller adds what that would save.
+
+    Args:
+        better: a training layout that shards some parameters along other dimensions; their modules are named.
+    """
     names = ", ".join(sorted({name.split(".")[-2] for name, _ in better.shard_dims}))
     return f"Sharding {names} along the dimension that the engine slices (`fully_shard`'s `shard_placement_fn`)"
 

@@ -108,9 +108,10 @@ def with_b(product: Tensor, b: Tensor, sizes: list[int], bias: Tensor | None) ->
     The kernel sums in float32.
 
     Args:
-        product: (tokens, rows + spare), x·Wᵀ and beside it x·Aᵀ for each part of a fused layer.
-        b: (rows, rank).
-        sizes: rows of each part; there are at most `PARTS`.
+        product: (tokens, rows + spare): x·Wᵀ, then in the spare columns x·Aᵀ for each part of a fused layer, `rank`
+            columns each, and padding.
+        b: (rows, rank), which includes the adapter's scaling.
+        sizes: rows of each part of a fused layer; at most `PARTS` (4) parts.
         bias: (rows,), or None.
 
     Returns:
@@ -184,9 +185,11 @@ def runs_here() -> bool:
 
 @functools.cache
 def _apart(device: torch.device) -> float:
-    """Return the largest relative difference between the results of `with_b` and of torch, on random numbers.
+    """Return the largest relative difference, on random inputs, between what the Triton kernel `with_b` and what torch
+    computes for a layer with an adapter.
 
-    Tried are few, some and many tokens, layers of one and of several parts, with and without a bias.
+    The inputs have few, some and many tokens; layers are single or fused of several (as q, k and v are), with or
+    without a bias.
     """
     generator = torch.Generator(device).manual_seed(0)
     largest = 0.0
@@ -223,10 +226,11 @@ class Joined:
         return operator(x, self.joined_weight, self.joined_b, self.joined_sizes, bias)
 
     def reset_lora(self, index: int) -> None:
-        """Zero A, B and the spare rows under the weight. vLLM calls this when it sets or removes an adapter.
+        """Set the adapter's A and B to zero. A lies in the rows of `joined_weight` below the layer's weight, all of
+        which are zeroed. vLLM calls this when it sets or removes an adapter.
 
         Args:
-            index: the place of the adapter among vLLM's; always 0, as there is one adapter.
+            index: the number of vLLM's LoRA slot; always 0, as there is one adapter.
         """
         self.joined_weight[len(self.joined_b) :].zero_()
         self.joined_b.zero_()

@@ -196,7 +196,8 @@ def running(dtype: torch.dtype, collecting: bool = False) -> Iterator[None]:
 def starting(
     dtype: torch.dtype, folder: str, rank: int | None, trained: nn.Module, heap_kept: bool
 ) -> Iterator[list[nn.Module]]:
-    """Prepare the process for an engine that is built inside, and undo afterwards what vLLM does to it.
+    """Return a context in which to build an engine: it prepares the process, and at its end undoes what vLLM has done
+    to the process.
 
     Args:
         dtype: the dtype that the engine computes in.
@@ -206,8 +207,8 @@ def starting(
         heap_kept: whether Python objects were frozen (`gc.freeze`) before, which stay frozen.
 
     Yields:
-        An empty list, to which the caller appends the model that was built, so that it keeps vLLM's changes to classes
-        of the policy.
+        An empty list, to which the caller appends the engine's model. vLLM changes classes of the policy when it builds
+        this model: at the end, the policy's classes are as before, and the model's modules get changed subclasses.
     """
     from .adapted_linear import adapters_under_weights
 

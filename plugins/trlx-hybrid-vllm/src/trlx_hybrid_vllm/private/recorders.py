@@ -1,8 +1,10 @@
-"""Recorders of what vLLM does not return on CPUs: the experts of each token, and the ids that it was sampled from.
+"""Recorders of two things that vLLM does not return on CPUs: the experts that each token was routed to, and the
+vocabulary ids that each token could be sampled from.
 
 On GPUs vLLM returns both (`enable_return_routed_experts`, `return_sampling_mask`), with its second model runner, which
-needs Triton. On CPUs its first model runner runs. There, the recorders read the experts from a callback that routers
-call, the ids from the log-probs that the sampler computes, and from the runner's batch which requests they belong to.
+needs Triton. On CPUs its first model runner runs. There, one recorder gets the experts from a callback that the routers
+call, the other one gets the ids from the log-probs that the sampler computes. Both look up in the runner's batch which
+request each token belongs to.
 """
 
 from __future__ import annotations

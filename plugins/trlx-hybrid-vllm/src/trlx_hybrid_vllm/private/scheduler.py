@@ -307,8 +307,8 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
             logprobs: vLLM's `LogprobsLists` in the order of the rows; None where no request asks for log-probs.
 
         Returns:
-            An output for each token; where tokens are held back (`holding`), one for each request that stops, with all
-            of its tokens.
+            One output for each token. If tokens are held back (`holding`) until their request stops, which saves
+            outputs, there is instead one output for each request that stops in this step, with all tokens held back.
         """
         outputs = [] if self.holding else self._released()
         holding = self._holds = self.holding
@@ -411,7 +411,8 @@ class Row:
         return EngineCoreOutput(self.request.request_id, [token], new, trace_headers=self.request.trace_headers)
 
     def release(self) -> EngineCoreOutput:
-        """Return all tokens that were held back as one output, with their log-probs and without their ranks."""
+        """Return all tokens of this request that were held back (see `DecodeScheduler.holding`) as one output. It has
+        their log-probs if the request asks for them, but not the tokens' ranks in the vocabulary."""
         tokens, self.held = self.held, []
         values, self.held_logprobs = self.held_logprobs, []
         new = None

@@ -159,7 +159,8 @@ class PolicySource(WeightSource):  # type: ignore[misc]
         self.__dict__.pop("metadata", None)
 
     def begin(self) -> None:
-        """Start to read all tensors from the first one, on every rank; `finish` must end the reading."""
+        """Begin a pass over all of the policy's tensors, at the first one. Call it on every rank: each rank then takes
+        part in gathering every tensor, by iterating over this object or with `finish`, which must end the pass."""
         self._pass = self._policy.full_weights()
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:

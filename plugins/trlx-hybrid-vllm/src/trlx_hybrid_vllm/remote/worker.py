@@ -113,9 +113,10 @@ class ServedWorker:
         return [support.words.tobytes(), support.bounds.tobytes()]
 
     def served_digests(self, names: Sequence[str]) -> list[list[int]]:
-        """Return for each checkpoint tensor the digests (hashes of the bits) of the slices that this worker keeps.
+        """Return for each checkpoint tensor in `names` the digests (hashes of the bits) of the slices of it that this
+        worker's part of the model holds.
 
-        `served_learn` must have been called before.
+        Call `served_learn` first, which finds out what these slices are.
         """
         loader = self._served_loader
         found = [

@@ -189,7 +189,9 @@ class SharedSync(WeightSync):
         return LoadReport(tensors=len(sources), bytes=sum(s.nbytes for s in sources.values()))
 
     def _changes(self, name: str, p: nn.Parameter) -> bool:
-        """Return whether a parameter must be written at every sync."""
+        """Return whether the policy's parameter `p`, called `name`, may change between syncs and so must be written to
+        the engine at every sync: that is so if it is trained. A subclass may add parameters, such as those that an
+        adapter is merged into."""
         return p.requires_grad
 
     def _write(self, sources: dict[str, Tensor]) -> None:

@@ -134,7 +134,8 @@ def piece_of(route: Route, shape: Sequence[int]) -> PlacedBox | None:
 
 
 def _parts(policy: Policy, name: str, shape: tuple[int, ...], device: torch.device) -> Mapping[str, Tensor | None]:
-    """Return the checkpoint tensors that one parameter is saved as, by name, each as flat indices into the parameter.
+    """Return the checkpoint tensors that one parameter is saved as, by name. The value is a tensor that has, for each
+    element of the checkpoint tensor, its index in the flattened parameter.
 
     None in place of the indices says that the checkpoint tensor is the parameter itself. The indices take as much
     memory as the parameter in float32.
@@ -157,15 +158,18 @@ def _parts(policy: Policy, name: str, shape: tuple[int, ...], device: torch.devi
 def _sources(
     parts: Mapping[str, Tensor | None], routes: Mapping[str, Sequence[Route]]
 ) -> Iterator[tuple[str, Route, Slice | None]]:
-    """Yield each copy that vLLM's loader made of a parameter, with the slice of the parameter that it read.
+    """Yield each copy that vLLM's loader made out of one parameter of the policy, with the slice of the parameter that
+    was copied.
 
     Args:
-        parts: the checkpoint tensors that the parameter is saved as, by name: flat indices into the parameter, or None
-            for the parameter itself.
-        routes: all copies of vLLM's loader, by the checkpoint tensor that they read.
+        parts: the checkpoint tensors that the parameter is saved as, by name. The value is a tensor that has, for each
+            element of the checkpoint tensor, its index in the flattened parameter; or None where the checkpoint tensor
+            is the parameter itself.
+        routes: all copies of vLLM's loader, by the name of the checkpoint tensor that they read.
 
     Yields:
-        The checkpoint tensor's name, the copy, and the slice; None where what was read is no strided slice.
+        The checkpoint tensor's name, the copy, and the slice of the parameter; the slice is None where the copied
+        elements form no strided slice of the parameter.
     """
     converted = []
     for part, index in parts.items():
@@ -197,7 +201,8 @@ def _slices(taken: Sequence[Tensor]) -> list[Slice | None]:
 
 
 def _indices(part: Slice, like: Tensor) -> Tensor:
-    """Return the flat indices of a slice's elements, in its shape, with the dtype and device of `like`."""
+    """Return for each element of a slice its index in the flattened tensor that the slice is taken from. The result has
+    the slice's shape, and the dtype and device of `like`."""
     found = torch.full((), part.offset, dtype=like.dtype, device=like.device)
     for size, stride in zip(part.shape, part.stride, strict=True):
         found = found[..., None] + stride * torch.arange(size, dtype=like.dtype, device=like.device)

@@ -107,6 +107,7 @@ def _told(former: str) -> str:
 
 
 def install() -> None:
-    """Make former names importable in this process."""
+    """Make the moved modules of this package importable by their former names in this process, with a FutureWarning.
+    The package calls it when it is imported; a second call does nothing."""
     if not any(isinstance(finder, FormerNames) for finder in sys.meta_path):
         sys.meta_path.append(FormerNames())

@@ -89,22 +89,29 @@ class BatchByTask(Generic[T]):
     rows: slice
 
     def own(self, rewards: Sequence[S]) -> list[S]:
-        """Return this rank's part of some rewards, one for each of `values`: a reward function computes the rewards of
-        all ranks, and returns this part."""
+        """Return the rewards of this rank's completions, which a reward function returns after it has computed those of
+        all ranks.
+
+        Args:
+            rewards: one reward for each entry of the attribute `values`, in its order.
+        """
         return list(rewards[self.rows])
 
 
 def by_task(
     task_id: Sequence[int], speaker: Sequence[str], values: Sequence[T], *, required: Collection[str]
 ) -> BatchByTask[T]:
-    """Gather the values of a batch from all ranks, by task and speaker, for a reward function that needs all speakers
-    of a task, whichever rank sampled them. Collective.
+    """Gather the values of a batch from all ranks, by task and speaker (role of the model), for a reward function that
+    needs what all speakers said to a task, whichever rank sampled it. Collective.
 
     Args:
         task_id, speaker: the columns of this rank's rows, as TRL passes them to a reward function.
         values: what rewards are computed from, one value for each of this rank's rows: the completion, or something
             computed from it. Values must be picklable.
         required: the speakers without which a task cannot be rewarded; usually all.
+
+    Returns:
+        The values of all ranks, their places by task and speaker, and a method that picks this rank's rewards.
 
     Raises:
         ConfigError: on all ranks, if a required speaker has no value for a task.

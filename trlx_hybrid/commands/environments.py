@@ -162,11 +162,15 @@ def _try(options: argparse.Namespace) -> int:
 
 
 def _brought(what: str, function: Callable[..., Any], *given: Any) -> Any:
-    """Call a function of the plugin that offers the environment, before any episode, and return its result. Errors that
-    are not this package's become MistakeErrors.
+    """Call a function that comes with the environment's plugin, such as its factory, and return the result. Any
+    exception but this package's own becomes a MistakeError, which tells the plugin's author what to mend.
 
     Args:
         what: what the function is, for the message.
+        given: the function's arguments.
+
+    Raises:
+        MistakeError: the function raised an exception that is not this package's.
     """
     try:
         return function(*given)
@@ -231,7 +235,17 @@ class Player:
             await self._close(environment)
 
     async def _in_steps(self, environment: Any, factory: Any, row: Mapping[str, Any]) -> None:
-        """Play an episode of an environment with `reset(row)` and `step(completion)`."""
+        """Play an episode of an environment that has `reset(row)` and `step(completion)`, and print it.
+
+        Args:
+            environment: the environment, which `factory` made.
+            factory: makes a second environment, whose first observation must be the same.
+            row: a row of the dataset.
+
+        Raises:
+            MistakeError: a method is missing or raises, returns something unusable, or no reward can come of the
+                episode.
+        """
         self._require_methods(environment, "reset", "step")
         shown = await self._reset(environment, factory, (dict(row),), {})
         self._require(wrong_observation(shown), "reset")

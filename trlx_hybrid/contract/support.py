@@ -178,11 +178,12 @@ class KeptTokens:
 
     @classmethod
     def of(cls, batch: Mapping[str, Any], prompt_length: int, vocabulary: int) -> KeptTokens:
-        """Make the `KeptTokens` of a batch's rows, with one position for each of the P + C tokens of a row. A
-        completion's first token is the next token of position P - 1, counted from 0.
+        """Make the `KeptTokens` of a batch's rows, with one position for each of the P + C tokens of a row. Position i,
+        counted from 0, has the ids that token i + 1 could be sampled from, so a completion's first token belongs to
+        position P - 1.
 
         Args:
-            batch: a batch with the keys WORDS and BOUNDS.
+            batch: a batch with the tensors that `tensors_of` returned, under WORDS and BOUNDS.
             prompt_length: P, the padded length of the prompts.
             vocabulary: number of ids.
         """
@@ -212,8 +213,8 @@ class KeptTokens:
         return replace(self, bounds=self.bounds.flatten(0, -2)[places.to(self.bounds.device)][None])
 
     def on(self, device: torch.device) -> KeptTokens:
-        """Return a `KeptTokens` with its tensors on a device. Leading and trailing words that no position uses are not
-        copied."""
+        """Return a copy of this object with its tensors on a device. Of `words`, which encodes the ids, only the range
+        that the positions in `bounds` use is copied, for instance after rows were selected."""
         known = self.bounds[self.bounds[..., 0] != UNSAMPLED]
         first, last = (int(known[:, 0].min()), int(known[:, 1].max())) if len(known) else (0, 0)
         bounds = torch.where(self.bounds == UNSAMPLED, UNSAMPLED, self.bounds - first)
@@ -245,12 +246,16 @@ class KeptTokens:
 
 
 def tensors_of(supports: Sequence[Support], completion_length: int) -> dict[str, Tensor]:
-    """Return the tensors that a batch holds under the keys WORDS and BOUNDS. They stay in host memory: each forward
-    pass copies the part of its own rows to the device.
+    """Return tensors that say which ids each token of a batch could be sampled from, by the keys that they have in the
+    batch. They stay in host memory: each forward pass copies the part of its own rows to the device.
 
     Args:
-        supports: for each completion of the batch, in order, the ids that its tokens could be sampled from.
+        supports: for each of the B completions, in order, the ids that its tokens could be sampled from.
         completion_length: C, at least the length of the longest completion.
+
+    Returns:
+        WORDS: (B, L) int32, each completion's ids as `Support.words` encodes them, padded to the longest; and BOUNDS:
+        (B, C, 2) int32, where each token's words begin and end in its row, UNSAMPLED for a token that was not sampled.
     """
     words = np.zeros((len(supports), max(1, *(len(support.words) for support in supports))), np.int32)
     bounds = np.full((len(supports), completion_length, 2), UNSAMPLED, np.int32)

@@ -1,5 +1,6 @@
-"""Handling of model turns that the tokenizer's parser of tool calls cannot parse: they count as plain text, unless the
-parser fails for all of them.
+"""Handling of model turns that the tokenizer's parser of tool calls cannot parse. Such a turn counts as plain text. If
+the parser fails at all rows of a batch, and at two rows at least, it does not fit the model: the run ends with a
+ConfigError.
 
 A model may write text that makes a parser raise: 1,000 brackets are a RecursionError of Python's JSON. TRL 1.16 takes a
 turn as plain text where `parse_response` raises a ValueError or a TypeError; any other exception ends the run.

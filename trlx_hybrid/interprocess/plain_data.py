@@ -151,8 +151,16 @@ def _of_a_library(value: Any) -> Any:
 
 
 def _built(found: dict[str, Any], classes: bool) -> Any:
-    """Build the value that a tagged JSON object stands for; an object without a tag is a dict. The values in `found`
-    are built already, since JSON is read from the inside out."""
+    """Build the value that a JSON object of `dumps` stands for. The key TAG, if there is one, names the kind of the
+    value, such as "bytes" or "dataclass"; an object without it is a dict.
+
+    Args:
+        found: the JSON object. The values in it are built already, since JSON is read from the inside out.
+        classes: whether the value may be a dataclass, named tuple or enum.
+
+    Raises:
+        NotPlainError: the value is of a class, and `classes` is False, or the class cannot be used.
+    """
     if TAG not in found:
         return found
     kind = found[TAG]

@@ -101,9 +101,13 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _sums(words: Tensor) -> list[Tensor]:
-    """Return the parts of a fingerprint that one square contributes. The words are laid out as a matrix with SIDE
+    """Return the numbers that stand for some words in a fingerprint. The words are laid out as a matrix with SIDE
     columns and an odd number of rows. Its column sums and its row sums are returned, then the words that are left over,
-    as they are; fewer words than one row are returned as they are."""
+    as they are; fewer words than one row are returned as they are.
+
+    Args:
+        words: (n,) int64, with n of at most SIDE * SIDE, as `_squares` yields them.
+    """
     rows = len(words) // SIDE
     rows -= rows > 0 and rows % 2 == 0
     square, rest = words[: rows * SIDE].view(rows, SIDE), words[rows * SIDE :]
@@ -111,8 +115,12 @@ def _sums(words: Tensor) -> list[Tensor]:
 
 
 def _mixed(sums: Tensor) -> Tensor:
-    """Return one number, a scalar int64, that stands for the row and column sums of all squares on a device: the sum of
-    the splitmix64 hashes of these sums and their positions."""
+    """Return a hash, a scalar int64, of the sums by which `fingerprint` describes the tensors on one device: the sum of
+    the splitmix64 hashes of each number together with its position.
+
+    Args:
+        sums: (n,) int64, what `_sums` returned for the tensors' words, concatenated: mostly sums of rows and columns.
+    """
     hashed = sums + torch.arange(1, len(sums) + 1, device=sums.device) * FACTORS[0]
     for factor in FACTORS:
         # a logical shift, which int64 tensors do not have

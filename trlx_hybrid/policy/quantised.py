@@ -52,8 +52,9 @@ def keep_bits(modules: Iterable[nn.Module]) -> None:
 
 
 def reads(conversion: Any) -> bool:
-    """Return whether a weight conversion of transformers quantises a checkpoint's tensors. Such a conversion cannot be
-    reversed, and need not be: dequantised values have the names that they would have in a checkpoint."""
+    """Return whether a weight conversion, by which transformers loads a checkpoint, is one of bitsandbytes: it makes or
+    reads quantised tensors. To name tensors as a checkpoint does, the other conversions are reversed. This kind cannot
+    be reversed, and need not be: dequantised values have the names that they would have in a checkpoint."""
     return any(type(step).__name__.startswith("Bnb") for step in getattr(conversion, "operations", None) or ())
 
 

@@ -73,12 +73,12 @@ def text_processor(tokenizer: Any, chat_template: str) -> Any:
 
 
 def chatty_model(tokenizer: Any, turns: Sequence[str], architecture: str = "qwen3", **config: Any) -> Any:
-    """Return a tiny model that mostly samples the token of a whole turn and then the end of the turn; which turn
-    depends on the prompt.
+    """Return a tiny model that mostly answers with one of `turns`, which is a single token of the tokenizer, and then
+    ends the turn; which one depends on the prompt.
 
     Args:
         tokenizer: what `chat_tokenizer` returned.
-        turns: the turns that it was given.
+        turns: the texts that `chat_tokenizer` was called with.
         architecture: transformers' model type, such as "qwen3".
         config: further fields of the model's config.
     """
@@ -93,13 +93,13 @@ def chatty_model(tokenizer: Any, turns: Sequence[str], architecture: str = "qwen
 
 
 def made_chatty(model: Any, tokenizer: Any, turns: Sequence[str]) -> Any:
-    """Change a model's weights in place so that it mostly samples the token of a whole turn and then the end of the
-    turn; return it.
+    """Change a model's weights in place so that it mostly samples one of `turns`, which is a single token of the
+    tokenizer, and then the end of the turn. Returns the model.
 
     Args:
         model: a causal language model whose vocabulary is that of `tokenizer`.
         tokenizer: what `chat_tokenizer` returned.
-        turns: the turns that it was given.
+        turns: the texts that `chat_tokenizer` was called with.
     """
     import torch
 

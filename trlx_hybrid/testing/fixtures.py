@@ -82,11 +82,12 @@ def _digits(completions: list[str], **_: Any) -> list[float]:
 
 @pytest.fixture
 def two_processes(tmp_path: Path) -> Callable[..., list[Any]]:
-    """A function that runs a script on the two ranks of a job, `two_processes(script, *arguments)`, and returns the two
-    results.
+    """A function that runs a script on the two ranks of a job, `two_processes(script, *arguments, timeout=400.0)`, and
+    returns the two results.
 
     The script is called as `SCRIPT FOLDER ARGUMENTS`, with the environment variables that torchrun sets. Each rank has
-    to write its result as JSON to `FOLDER/rank<rank>.json` and to exit with code 0. `timeout` is in seconds.
+    to write its result as JSON to `FOLDER/rank<rank>.json` and to exit with code 0. A rank that takes longer than
+    `timeout` seconds makes the function raise a TimeoutError.
     """
     from .processes import rank_reports
 

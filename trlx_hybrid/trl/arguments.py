@@ -167,7 +167,8 @@ COLDEST = 0.01
 
 
 def sampling_of(args: Any, trainer: str) -> Sampling:
-    """Return TRL's sampling settings as a `Sampling`. Only GRPO's importance-sampling correction reads log-probs.
+    """Return TRL's sampling settings as a `Sampling`. It asks the engine for the sampled tokens' log-probs only if the
+    trainer is GRPO, whose importance-sampling correction reads them.
 
     Args:
         args: TRL's config.

@@ -115,10 +115,11 @@ def _choosing(base: type[Any]) -> type[Any]:
 
 
 class HybridTrainer(Base):
-    """The base class that `hybrid` puts before a TRL trainer in the method resolution order.
+    """The base class that `hybrid` puts before a TRL trainer in the method resolution order. It makes the trainer
+    sample with the session's engine, and call the components and plugins of the run.
 
-    Before `__init__` is over, and in an instance made without it, as TRL's tests of single methods make one, methods
-    that sample, score and compute losses are TRL's own.
+    As long as `__init__` has not finished, or was never called, as in TRL's tests of single methods, the methods that
+    sample, score and compute losses do what TRL's do.
 
     Attributes:
         session: the live objects of this run.
@@ -532,8 +533,8 @@ class HybridTrainer(Base):
             super()._save(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save optimizer and scheduler as transformers does. With FSDP this also saves the model's shards, which here
-        get all active adapters."""
+        """Save optimizer and scheduler as transformers does. With FSDP, transformers' method also saves the model's
+        shards, but only those of the first active adapter; this override saves those of the other ones, too."""
         meets = self.is_fsdp_enabled or self.is_deepspeed_enabled  # ranks meet within this write
         with self._running.checkpoints.held(meets), all_adapters(self, save_fsdp_model, self.model, output_dir):
             super()._save_optimizer_and_scheduler(output_dir)

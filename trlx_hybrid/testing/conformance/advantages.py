@@ -78,14 +78,14 @@ def _second_of_two(ranks: Ranks) -> Iterator[None]:
 
 
 def _given(trainer: Any, rewards: Tensor, what: str, rows: int | None = None) -> Tensor | None:
-    """Call the hook with some rewards, and return its advantages, of shape (B,); None if the plugin left TRL's
-    advantages as they are.
+    """Call the hook `trlx_advantages` of the trainer's plugins with some rewards and a batch made up for them. Returns
+    its advantages, of shape (B,); None if the plugin left TRL's advantages as they are.
 
     Args:
         trainer: the checked trainer.
         rewards: rewards of shape (ranks * B, functions), those of this rank last.
         what: what is special about the rewards, for messages.
-        rows: B, the number of this rank's rows; by default those of two groups.
+        rows: B, the number of this rank's rows; by default 2 * `num_generations`, the rows of two prompts.
 
     Raises:
         ConformanceError: the advantages are unusable, or the plugin wrote into the batch.

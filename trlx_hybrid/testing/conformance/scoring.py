@@ -78,10 +78,12 @@ class _Model:
         self.base, self.temperature = base, temperature
 
     def rows(self, entropies: bool) -> Rows:
-        """Return the six rows to score, in the form that a scoring component takes.
+        """Return the check's six rows (PROMPTS with completions of LENGTHS tokens) as the `Rows` that a scoring
+        component is called with.
 
         Args:
-            entropies: whether the functions in the result compute entropies, too.
+            entropies: whether `forward` and `padded`, the functions in the `Rows` that compute log-probs, compute
+                entropies, too.
         """
         input_ids, mask = _batch(self.base.device)
 
@@ -337,7 +339,8 @@ def _weighted(like: Tensor) -> Tensor:
 
 
 def _gap(one: Tensor | None, other: Tensor | None) -> float:
-    """Return how far two gradients are apart, relative to the norm of the second."""
+    """Return the norm of the difference of two gradients, relative to the norm of the second. Where only one of them is
+    None the result is infinite; where both are, 0."""
     if one is None or other is None:
         return 0.0 if one is other else math.inf
     return float((one - other).norm() / other.norm().clamp(min=1e-6))

@@ -128,7 +128,8 @@ class Checkpoints:
         raised on all ranks once all have written.
 
         Args:
-            meets: whether ranks wait for each other within the write, so that an error must be raised at once.
+            meets: whether the write itself is collective. An error is then raised at once on the rank where it occurs,
+                because the other ranks wait for this one inside the write; the launcher ends them.
         """
         if self._open_save is None:  # not a checkpoint but, for example, a save at the end of a script
             return nullcontext()

@@ -80,9 +80,12 @@ def note_truncated(trainer: StockTrainer, run: RunState) -> None:
 
 
 def handed_on(trainer: StockTrainer, batch: Batch) -> Any:
-    """Return a rollout's result as TRL's `_generate` should return it. If other rows are truncated than by TRL's rule,
-    TRL's own masking is switched off for the batch, and for GRPO the truncated rows' loss masks are set to 0. The
-    caller must restore the trainer's attribute `mask_truncated_completions` after the batch."""
+    """Return a rollout's result as TRL's `_generate` should return it.
+
+    TRL takes a row as truncated if it does not end with an end token. If those are not the rows that the engine cut at
+    their limit, TRL's own masking is switched off for the batch, and for GRPO the loss masks of the rows that were cut
+    are set to 0. The caller must restore the trainer's attribute `mask_truncated_completions` after the batch.
+    """
     batch.masked = None
     generated, rows = batch.generated, batch.truncated
     if rows is None or not getattr(trainer, MASKS, False) or rows == by_last_token(trainer, generated[1]):

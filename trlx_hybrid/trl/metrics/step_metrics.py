@@ -125,8 +125,8 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
 
     @contextmanager
     def further_loss(self) -> Iterator[None]:
-        """Return a context after `micro_batch` whose time counts as the loss's, too. An error inside discards the
-        step's measurement."""
+        """Return a context for work of the loss that runs after the context `micro_batch` has ended: its time is added
+        to the loss's. An error inside discards the step's measurement."""
         self._begin("loss")
         try:
             yield

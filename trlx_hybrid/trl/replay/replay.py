@@ -3,8 +3,11 @@ sampling.
 
 All that a training step reads of a rollout comes from TRL's `_generate_and_score_completions`, except for the order of
 its rows, which TRL draws from torch's generator afterwards. So a recording keeps what that method returns together with
-the generator's state, and a replay returns both instead of sampling. TRL decides by its `_step` when to ask for a
-batch, and `_step` counts from 0 again in a resumed run. A replay sets `_step` to where the recording has its batches.
+the generator's state, and a replay returns both instead of sampling.
+
+TRL asks for a new batch whenever its counter of micro-batches, `_step`, is a multiple of the micro-batches that one
+rollout serves. The counter begins at 0 again in a resumed run, so a resumed run may ask at other places of the run. A
+replay sets `_step` so that TRL asks where the recording has batches.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ logger = logging.getLogger(__name__)
 
 
 class _Position:
-    """An object that says at which place of the run a batch is, and which weights this rank has there.
+    """An object that says which batch of the run is asked for (the step, and the number within it), and which weights
+    this rank has then.
 
     Args:
         session: the live objects of the run.
@@ -48,11 +52,12 @@ class _Position:
         self._evaluated: Counter[int] = Counter()  # batches of the evaluation after so many steps
 
     def next(self, trainer: StockTrainer, place: tuple[int, int]) -> tuple[str, int, int]:
-        """Return the place of the batch that TRL asks for now: "train" or "eval", the optimizer step, and the
-        micro-batch within the step or, in an evaluation, the number of the batch.
+        """Return which batch TRL asks for now, as (kind, step, number): kind is "train" or "eval", step the optimizer
+        step, number that of the micro-batch within the step or, in an evaluation, that of the evaluation's batch.
 
         Args:
-            place: the optimizer step that runs, and the number of its micro-batches that are done.
+            place: in training, the optimizer step that runs and how many of its micro-batches are done; not used in an
+                evaluation.
         """
         if trainer.model.training:
             return "train", *place

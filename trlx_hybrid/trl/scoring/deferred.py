@@ -150,8 +150,8 @@ class Deferred:
         batch[NUMBER] = torch.arange(len(mask), device=mask.device)
 
     def outlived(self, version: int) -> bool:
-        """Return whether the rollout can no longer be completed: some rows still wait for their loss, and the weights
-        have changed since.
+        """Return whether the rollout's old log-probs can no longer be completed: some rows have not been in a loss yet,
+        whose forward pass would give their old log-probs, and the weights have changed since the rollout.
 
         Args:
             version: the current weight version.

@@ -75,9 +75,9 @@ class _Head:
         logit_scale: float,
         outputs: Sequence[str],
     ) -> tuple[Tensor | None, ...]:
-        """Return what TRL's function `_ChunkedLogProbFunction.apply` returns for the next N positions: (N,) log-probs,
-        entropies if `outputs` has "entropy", and None for the outputs that only other trainers of TRL read. The
-        arguments are TRL's."""
+        """Return what TRL's function `_ChunkedLogProbFunction.apply` returns for the N positions in `hidden`: (N,)
+        log-probs, entropies if `outputs` has "entropy", and None for the outputs that only other trainers of TRL read.
+        The arguments are TRL's. The positions must follow those of the previous call, as kept ids are used in order."""
         if len(weight) != self._kept.vocabulary:
             raise ComponentError(
                 f"The engine samples from {self._kept.vocabulary} ids, and the trainer's head has {len(weight)}: the "

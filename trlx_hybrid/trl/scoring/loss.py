@@ -109,7 +109,8 @@ def end_micro_batch(trainer: StockTrainer, run: RunState) -> None:
 
 @contextmanager
 def _in_loss_time(trainer: StockTrainer, run: RunState) -> Iterator[None]:
-    """Return a context after TRL's training step whose time counts as the step's and as the loss's."""
+    """Return a context for work of the loss that runs after TRL's training step: its time is added to the step's and to
+    the loss's."""
     further = nullcontext() if run.step_metrics is None else run.step_metrics.further_loss()
     with in_step_time(trainer), further:
         yield

@@ -144,9 +144,9 @@ def active_adapters(trainer: StockTrainer) -> Iterator[None]:
 
 
 def activate_copies(model: Any) -> None:
-    """Activate the frozen copies of all active adapters, if TRL has switched a PEFT model to "ref", which is only the
-    first one. Called before each scoring. TRL switches "ref" off by itself, and `adapters_kept`, around TRL's code,
-    restores the active adapters."""
+    """Activate the frozen copies of all adapters that are trained together, if TRL has switched a PEFT model to its
+    reference adapter "ref", which is a copy of the first of them only. Called before each scoring. TRL switches "ref"
+    off by itself, and `adapters_kept`, around TRL's code, restores the active adapters."""
     if not tuned(model) or model.active_adapter != REFERENCE:
         return
     further = [name for name in model.peft_config if name.startswith(FURTHER)]

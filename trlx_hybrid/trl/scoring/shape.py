@@ -92,12 +92,16 @@ def compared(batch: Mapping[str, Any]) -> Tensor:
 
 
 def parts(one: Mapping[str, Any], scored: Tensor) -> Tensor:
-    """Return the differences of one row's log-probs as (5,) float64: sum and maximum of SHAPE, sum and maximum of
-    ROUNDING, and the number of tokens.
+    """Return how far one row's log-probs differ from the trainer's log-probs of the row alone.
 
     Args:
-        one: the row as a batch of size 1, which `alone` returns.
+        one: the row as a batch of size 1, which `alone` returns, with the trainer's log-probs of the row in its
+            micro-batch and the engine's.
         scored: (1, T), the trainer's log-probs of the row alone.
+
+    Returns:
+        (5,) float64: sum and maximum of the trainer's absolute differences (SHAPE), sum and maximum of the engine's
+        (ROUNDING), and the number of tokens.
     """
     tokens = compared(one)
     found = [(one[name] - scored)[tokens].abs().double() for name in (OLD, SAMPLED)]
@@ -107,11 +111,14 @@ def parts(one: Mapping[str, Any], scored: Tensor) -> Tensor:
 
 
 def log(metrics: dict[str, list[float]], of_ranks: Tensor) -> None:
-    """Log the metrics SHAPE and ROUNDING over all ranks; log nothing where no rank has a token that can be compared.
+    """Log the mean and the largest difference of log-probs over all ranks: those between a row in its micro-batch and
+    the row alone (SHAPE), and those between the engine and the row alone (ROUNDING). Nothing is logged where no rank
+    has a token that can be compared.
 
     Args:
         metrics: TRL's training metrics.
-        of_ranks: (ranks, 5), one row as `parts` returns it per rank.
+        of_ranks: (ranks, 5), what `parts` returned on each rank: sum and maximum of SHAPE, sum and maximum of ROUNDING,
+            and the number of tokens.
     """
     sums, largest = of_ranks.sum(0).tolist(), of_ranks.max(0).values.tolist()
     if sums[4]:

@@ -218,8 +218,8 @@ class Staging:
             self.release()
 
     def keep(self) -> None:
-        """Never free the buffers' memory from now on, because a CUDA graph that is about to be recorded refers to its
-        addresses. Call it inside the context `held()`, in which the buffers have memory."""
+        """Keep the buffers' memory from now on, even in `release`, because a CUDA graph that is about to be recorded
+        refers to its addresses. Call it inside the context `held()`, in which the buffers have memory."""
         self._kept = True
 
     def release(self) -> None:

@@ -175,8 +175,8 @@ def state(pid: int) -> str | None:
 
 
 def end(owner: str, pid: int, grace: float) -> list[int]:
-    """Send SIGTERM to all processes that an owner has started, and SIGKILL to those that are left after `grace`
-    seconds. Returns the ids of the processes that got SIGKILL.
+    """Send SIGTERM to all processes that an owner (a process that a reaper watches) has started, and SIGKILL to those
+    that are left after `grace` seconds. Returns the ids of the processes that got SIGKILL.
 
     Args:
         owner: the owner's number, `Reaper.owner`; "" for none.

@@ -105,8 +105,8 @@ class _Lowering:
 
         Args:
             peers: the other ranks, int64 of shape (peers,); or the rank itself, for its local copies.
-            assignment: which layers each pair of ranks transfers, if several ranks hold the same data and take turns;
-                None for all layers that both ends hold.
+            assignment: which layers each pair of ranks transfers, if several ranks hold the same data and each sends
+                some of the layers; None for all layers that both ends hold.
             receiving: whether this rank receives the boxes; otherwise it sends them.
         """
         here, there = (self.target, self.source) if receiving else (self.source, self.target)
@@ -176,8 +176,8 @@ def _in_layers(
         who: the index of each box's peer, (boxes,).
         boxes: the boxes of one layer, (boxes, dimensions, 2).
         layers: the range of layers that this rank and each peer have in common, (peers, 2).
-        assignment: which layers each pair of ranks transfers, if holders of the same data take turns; None for all
-            layers.
+        assignment: which layers each pair of ranks transfers, if several ranks hold the same data and each sends some
+            of the layers; None for all layers.
         peers: the ranks of the peers, (peers,).
 
     Returns:

@@ -57,7 +57,7 @@ class ClassPlan:
         source, target: its sharding before and after the reshard, without a vocabulary's padding.
         receives, sends: the bytes from, or to, each other rank, int64 of shape (ranks,); 0 for the rank itself.
         received_layers, sent_layers: the layers that this rank receives from, or sends to, each other rank, if several
-            ranks hold the same data and take turns; None for all layers.
+            ranks hold the same data and each sends some of the layers; None for all layers.
         floor: the bytes that the rank holds after the reshard and not before it: the least that it must receive.
         send_floor: the sum over bytes that others lack, each divided by the number of its holders. It is what the rank
             must send if it is the only holder, and its fair share otherwise.

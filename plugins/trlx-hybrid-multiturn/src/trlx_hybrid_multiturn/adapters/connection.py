@@ -122,8 +122,8 @@ class Connection:
         return dict(content)
 
     async def close(self) -> None:
-        """End the episode. Wait up to `CLOSE_SECONDS` until the server has ended the episode, too: only then can the
-        server begin another episode."""
+        """End the episode, and wait up to `CLOSE_SECONDS` until the server has ended the episode, too, so that the
+        server has room for another one."""
         from websockets.exceptions import ConnectionClosed
 
         with contextlib.suppress(ConnectionClosed, TimeoutError):

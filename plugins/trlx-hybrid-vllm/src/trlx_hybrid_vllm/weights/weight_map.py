@@ -183,7 +183,8 @@ def _sources(
 
 
 def _slices(taken: Sequence[Tensor]) -> list[Slice | None]:
-    """Return for each tensor of flat indices the strided slice that covers just these indices in this order.
+    """Return for each tensor of indices into a flattened parameter the strided slice of the parameter that covers just
+    these indices in this order.
 
     None where the indices form no strided slice. Reads from the device twice, however many tensors there are.
     """

@@ -274,8 +274,8 @@ def clear_adapters(model: torch.nn.Module) -> None:
 
 
 def with_spare_rows(rank: int) -> Callable[..., None]:
-    """Return a version of vLLM's `create_weights` that allocates spare rows under each weight, to hold an adapter's A of
-    this rank."""
+    """Return a version of vLLM's `create_weights` that allocates spare rows under each weight, to hold an A of this
+    rank."""
     plain = UnquantizedLinearMethod.create_weights
 
     @functools.wraps(plain)

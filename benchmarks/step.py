@@ -61,8 +61,8 @@ LENGTHS = {
 LENGTHS["7b"] = LENGTHS["1.5b"]
 BATCH = 8  # rows of a forward pass
 HYBRID: dict[str, Any] = {}
-"""Our trainer's settings: none, since a user who changes the import passes none. Earlier results had asked for packed
-rows, adaptive checkpointing, joined micro-batches and LoRA layers, which are the default now."""
+"""The settings of our trainer: none, since a user who changes the import passes none. Earlier results had asked for
+packed rows, adaptive checkpointing, joined micro-batches and LoRA layers, which are the default now."""
 
 Splits = dict[str, dict[str, float]]
 Turn = tuple[list[Timed], list[dict[str, float]], str]

@@ -14,6 +14,7 @@ BENCHMARKS = (
     "step",
     "checks",
     "learning",
+    "real",
     "capacity",
     "multiturn",
     "reshard",

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import BENCHMARKS, capacity, capacity_run, result, rollout
+from benchmarks import BENCHMARKS, capacity, capacity_run, real, result, rollout
 from benchmarks.__main__ import main
 from benchmarks.goals import GOALS, ROOT, load, measured_code, module_of, stale
 from benchmarks.harness import Arm, Measurement, Timed, UnequalResultsError, alternate
@@ -462,3 +462,20 @@ def test_a_checkpoint_of_zeros_reads_as_one_and_takes_no_room(tmp_path):
     }
     status = (tmp_path / "model.safetensors").stat()
     assert status.st_blocks * 512 < status.st_size / 10
+
+
+def test_seconds_to_a_reward_are_those_of_the_steps_until_its_mean_is_reached():
+    def curves(second, rewards, startup=10.0):
+        return {"startup": startup, "held_out": 0.5, "seconds": [second] * len(rewards), "reward": rewards}
+
+    rising = [step / 20 for step in range(21)]  # the last ten have 0.775 in the mean
+    runs = {"full": {"trl": [curves(3.0, rising)], "import": [curves(0.5, rising), curves(0.25, [0.0] * 21)]}}
+    found = real.metrics_of(runs)
+    assert found["step_seconds_trl_full"] == 3.0
+    assert found["reward_trl_full"] == pytest.approx(0.775)
+    final = min(found["reward_trl_full"], found["reward_import_full"])
+    steps = next(n for n in range(5, 22) if sum(rising[n - 5 : n]) / 5 >= 0.9 * final)
+    assert found["seconds_to_90%_trl_full"] == pytest.approx(3.0 * steps)
+    assert found["seconds_to_90%_import_full"] == pytest.approx(0.5 * steps)
+    assert (found["never_at_90%_trl_full"], found["never_at_90%_import_full"]) == (0, 1)
+    assert real.reached(runs["full"]["trl"][0], 2.0) is None

@@ -1,6 +1,7 @@
 """`trlx-hybrid train`: every recipe as it stands, its forecast, a run of it on a tiny model, and what is refused."""
 
 import gc
+import importlib.util
 import json
 import os
 import re
@@ -444,6 +445,7 @@ GOOD = "model_name_or_path: nowhere/nothing\ndataset_name: nowhere/at-all\nrewar
         (GOOD.replace("model_name", "# model_name"), [], "model_name_or_path is not set"),
         (GOOD, ["--reward_funcs", "think_format"], "no function 'think_format'. Did you mean 'think_format_reward'?"),
         (GOOD, ["--reward_funcs", "accuracy_reward"], "pip install 'trl[math-verify]'"),
+        (GOOD, ["--fsdp", "full_shard"], "accelerate launch --num_processes 8 --module trlx_hybrid train RECIPE"),
         (GOOD, ["--reward_funcs", "rewards.py:digits"], "no file rewards.py in"),
         (GOOD, ["--reward_funcs", "reward.py:digit"], "reward.py has no function 'digit'. Did you mean 'digits'?"),
         (GOOD, ["--tools", "no_such_package.tools:search"], "tools: no module 'no_such_package'. Install it"),
@@ -463,6 +465,17 @@ def test_what_is_wrong_is_said_before_a_model_is_loaded(told, tmp_path, monkeypa
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "train.jsonl").write_text('{"question": "1 + 1"}\n')
     assert message in told(text, *flags)
+
+
+def test_a_model_in_4_bits_without_bitsandbytes_is_a_line(told, monkeypatch):
+    stock = importlib.util.find_spec
+
+    def without(name, *others):
+        return None if name == "bitsandbytes" else stock(name, *others)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    said = told(GOOD, "--load_in_4bit")
+    assert "load_in_4bit needs the package bitsandbytes, which is not installed: pip install bitsandbytes" in said
 
 
 def test_a_recipe_that_is_not_there(capsys):

@@ -131,6 +131,7 @@ def train(given: RecipeSettings) -> Any:
     trainer = TRAINED_BY[recipe.trainer].trainer
     if given.model.model_name_or_path is None:
         raise ConfigError("model_name_or_path is not set: name a model of the hub, or its folder.")
+    _refuse_setup(given)
     rewards, tools, prepare = functions(given)
     refuse_missing_package(rewards)
     arguments: dict[str, Any] = {
@@ -160,6 +161,20 @@ def train(given: RecipeSettings) -> Any:
     if training.push_to_hub:
         running.push_to_hub(dataset_name=given.script.dataset_name)
     return running
+
+
+def _refuse_setup(given: RecipeSettings) -> None:
+    """Raise ConfigError where settings need what this process lacks: other processes for FSDP, bitsandbytes for a model
+    in 4 or 8 bits. transformers says so only once the dataset is loaded, and names no way out."""
+    training, model = given.training, given.model
+    if training.fsdp and training.world_size == 1:
+        raise ConfigError(
+            "fsdp shards a model over processes, and this is the only one. Start several, or leave fsdp out: "
+            "accelerate launch --num_processes 8 --module trlx_hybrid train RECIPE"
+        )
+    if (model.load_in_4bit or model.load_in_8bit) and importlib.util.find_spec("bitsandbytes") is None:
+        bits = "load_in_4bit" if model.load_in_4bit else "load_in_8bit"
+        raise ConfigError(f"{bits} needs the package bitsandbytes, which is not installed: pip install bitsandbytes")
 
 
 def functions(given: RecipeSettings) -> tuple[list[Any], list[Any], Any]:

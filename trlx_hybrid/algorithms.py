@@ -118,9 +118,17 @@ class Algorithms:
         return None
 
     def draw_or_any(self, count: int, size: int, weight_version: int) -> list[int]:
-        """Return the row numbers of `draw`, or random ones where `draw` returns None. Random rows differ from each
-        other where the dataset has enough. They depend only on the run's seed, the weight version, and the number of
-        random draws before with this version."""
+        """Return `count` row numbers of the dataset, of the prompts to sample next: those that an algorithm's `draw`
+        chooses, or random ones where it leaves the choice to the run.
+
+        Random rows differ from each other where the dataset has enough. They depend only on the run's seed, the weight
+        version, and how many random draws this version has had.
+
+        Args:
+            count: number of rows.
+            size: number of rows of the dataset.
+            weight_version: the version of the weights that will sample.
+        """
         drawn = self.draw(count, size)
         if drawn is not None:
             return drawn

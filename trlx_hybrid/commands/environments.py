@@ -395,7 +395,12 @@ def _row(text: str) -> dict[str, Any]:
 
 def _typed(messages: Sequence[Message], tools: Mapping[str, Callable[..., Any]]) -> Message:
     """Read a line from the terminal or from stdin, and return it as an assistant message. A line from stdin is printed.
-    A JSON object with a `name` is a tool call."""
+    A JSON object with a `name` is a tool call.
+
+    Args:
+        messages: the conversation so far; not used.
+        tools: the environment's tools; without any, all lines are text.
+    """
     line = input("assistant  " if sys.stdin.isatty() else "")
     if not sys.stdin.isatty():
         _show("assistant", line)

@@ -181,8 +181,9 @@ class TrainerMemory:
             self._unused = None
 
     def make_room_to_build(self, plan: Prediction) -> None:
-        """Offload optimizer and policy while an engine is built, if the prediction has them offloaded in ROLLOUT. An
-        optimizer has state by then after a resume, or where an engine was built before.
+        """Offload the optimizer's state and the policy while an engine is built, each if the prediction has it
+        offloaded during rollouts. The optimizer has state that early in a run that resumes, and where an engine is
+        built again.
 
         Args:
             plan: the prediction that `check_fit` returned.

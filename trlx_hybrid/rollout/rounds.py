@@ -17,8 +17,9 @@ class Place:
     """The place of one group (the completions of one prompt) of a batch.
 
     Attributes:
-        round, group: the round in which it was sampled, and its index among the groups of that round.
-        kept: whether the group is trained on; else it only fills the batch up.
+        round, group: the number of the round of sampling that it is from (a batch may take several), and its index
+            among the groups of that round.
+        kept: whether the group is trained on; if not, it only gives the batch its size, and does not count in the loss.
     """
 
     round: int

@@ -122,8 +122,8 @@ def character_tokenizer(**special: str) -> Any:
 def tiny_model(
     architecture: str = "qwen3", *, tied: bool = False, seed: int = 0, dtype: Any = None, **config: Any
 ) -> Any:
-    """Return a causal language model with random weights, a few hundred thousand. They are large enough for its
-    log-probs to differ clearly.
+    """Return a causal language model with a few hundred thousand random weights, whose values are large enough for the
+    log-probs of different tokens to differ clearly.
 
     Args:
         architecture: the model type of transformers, such as "qwen3".

@@ -112,8 +112,12 @@ def refuse_unknown(trainer: str, given: Mapping[str, Any], known: Iterable[str])
 
 
 def suggesting(parser: type[Any]) -> type[Any]:
-    """TRL's `TrlParser`, which refuses an unknown key of `--config`, or an unknown flag, and names the nearest known
-    one."""
+    """Return a subclass of `TrlParser` that refuses an unknown key of the file which `--config` names, and an unknown
+    flag, and names the nearest known one.
+
+    Args:
+        parser: TRL's `TrlParser`, or a subclass.
+    """
 
     def parse_args_and_config(
         self: Any,

@@ -83,8 +83,8 @@ class Chosen:
 
     @classmethod
     def of(cls, config: HybridConfig | Mapping[str, Any] | None, plugins: Sequence[object]) -> Chosen:
-        """Return the choices for a run as they are before its components are chosen: load the installed plugins, and
-        the given ones beside them.
+        """Return an object with a run's settings and its loaded plugins, the installed ones and those given. `choose`
+        adds the components.
 
         Args:
             config: the run's settings, a mapping of them, or None for the defaults.
@@ -292,8 +292,8 @@ def _kept_ids(trainer: StockTrainer, chosen: Chosen, sampling: Sampling) -> tupl
 
 
 def _check_algorithms(trainer: StockTrainer, config: HybridConfig) -> None:
-    """Refuse an algorithm that computes advantages where a plugin or the user's trainer class may change them too, and
-    one that samples other prompts where this run cannot.
+    """Refuse an algorithm that computes advantages, if a plugin or the user's trainer class may change them too. Refuse
+    an algorithm that chooses the prompts to sample, if this run can take them from TRL's data loader only.
 
     Raises:
         ConfigError: names the algorithm, what conflicts with it, and the way out.

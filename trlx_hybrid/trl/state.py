@@ -154,11 +154,11 @@ class RunState:
         step_metrics: measures the time of a step; None where nothing is measured.
         left_out_by: the sampling setting that leaves ids out, such as `top_k`, where log-probs are computed over the
             remaining ids only; else None.
-        borrowed: functions and a module of TRL's that this package uses.
+        borrowed: TRL's functions that this package calls, and the module of its LM head, looked up once.
         deferred: the old log-probs that the losses' first forward passes compute.
         window, batch: the current optimizer step, and the rows that were sampled last.
         micro_batch: the rows whose loss is being computed; None outside of a loss.
-        generating: whether TRL's `_generate` runs, within which a user's rollout may ask for any scores.
+        generating: whether TRL's `_generate` runs, in which a user's rollout may have rows scored that are in no batch.
         sampled_at: the weight version that sampled a rollout, until its first loss; else None.
         joins: the largest number of micro-batches whose shared forward pass was seen to compute the log-probs of one
             alone; 0 where it computed others.

@@ -4,7 +4,8 @@ order in which a run calls them; what each does beside TRL lies in the modules t
 TRL's generating trainers reach vLLM through two methods of `self.vllm_generation`, guarded by `self.use_vllm`. The
 subclass makes `use_vllm` a property that is False until our engine is chosen and TRL's `__init__` is over, so TRL
 builds no engine of its own. From then on, TRL's own code generates through our engine. The only function of TRL's that
-is replaced is that of its head, while tokens are scored over a part of the vocabulary (kept_log_probs.py).
+is replaced is that of its LM head, while tokens are scored over the ids that top-k and the like kept
+(kept_log_probs.py).
 
 TRL must keep the following, which tests/test_trl_internals.py checks: `_generate(prompts)` is one rollout,
 `_calculate_rewards` returns gathered rewards (world * B, functions), `_generate_and_score_completions` returns the

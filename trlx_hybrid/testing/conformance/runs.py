@@ -64,7 +64,7 @@ def run_with(
 
 
 def requests(first_seed: int = 0) -> list[Request]:
-    """Return one request for each of `PROMPTS`. The last one may have only three tokens.
+    """Return one request for each of `PROMPTS`. The completion of the last is limited to three tokens.
 
     Args:
         first_seed: seed of the first request; each further request has the next number.

@@ -112,8 +112,8 @@ class Checkpoints:
 
     @contextmanager
     def with_limit(self, args: Any) -> Iterator[None]:
-        """Return a context in which `args.save_total_limit` has the user's value, for the arguments that are saved with
-        the model: during a checkpoint's save it is None."""
+        """Return a context in which `args.save_total_limit` has the user's value, for saving the arguments themselves.
+        Otherwise it is None while a checkpoint is saved, so that transformers removes no older one too early."""
         held_back = args.save_total_limit
         if self._open_save is not None:
             args.save_total_limit = self._limit

@@ -209,7 +209,8 @@ def _first_round(trainer: StockTrainer, run: RunState, rows: Rows, needed: int) 
         needed: number of groups in the batch.
 
     Returns:
-        This rank's rows, and for each group of all ranks the number of its row in the dataset.
+        This rank's rows, and for each group of all ranks the number of its row in the dataset; None for a group whose
+        row TRL's data loader drew.
     """
     session, size = run.session, trainer.num_generations
     known = run.batch.row_numbers or [None] * needed

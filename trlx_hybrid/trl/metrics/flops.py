@@ -62,7 +62,7 @@ class ModelFlops:
     pair: float
 
     def of(self, tokens: int, scored: int, pairs: int) -> float:
-        """Return the FLOPs of a batch.
+        """Return the FLOPs of training on a batch, forward and backward.
 
         Args:
             tokens: number of tokens.

@@ -234,8 +234,9 @@ class Replay:
         return {name: v.to(device) if isinstance(v, Tensor) else v for name, v in batch.values.items()}
 
     def in_place(self, trainer: StockTrainer, place: tuple[int, int]) -> AbstractContextManager[None]:
-        """Set TRL's `_step`, by which TRL decides when to ask for a batch, so that it asks where the recording has its
-        batches. Return a context for TRL's `_prepare_inputs`.
+        """Set TRL's counter `_step`, by which TRL decides when to ask for a batch, so that it asks where the recording
+        has its batches. Return the context in which `_prepare_inputs` must run then: where a run resumes in the middle
+        of a batch, it preserves the random number generators.
 
         Args:
             place: the optimizer step that runs, and the number of its micro-batches that are done.

@@ -65,10 +65,12 @@ def with_terms(trainer: StockTrainer, run: RunState, loss: Any, micro_batch: Mic
 def log_as_drawn(
     trainer: StockTrainer, run: RunState, micro_batch: MicroBatch, compute: Callable[[dict[str, Any]], Any]
 ) -> None:
-    """Compute TRL's metrics again for the micro-batches that TRL drew, from stored scores. Called after each loss; does
-    something only after the last micro-batch of a rollout whose rows were regrouped. Collective.
+    """Replace the logged metrics of regrouped micro-batches by those of the micro-batches that TRL drew, computed from
+    stored scores. Called after each loss; it does something only after the last micro-batch of a rollout whose rows
+    were regrouped. Collective.
 
     Args:
+        micro_batch: the micro-batch whose loss was computed.
         compute: TRL's `_compute_loss`, which takes a micro-batch and also logs its metrics.
     """
     computed = trainer._buffered_inputs or []
@@ -84,8 +86,9 @@ def log_as_drawn(
 
 
 def end_micro_batch(trainer: StockTrainer, run: RunState) -> None:
-    """End a micro-batch's `training_step`: after the last of several micro-batches that share a forward pass, run their
-    shared backward pass; when none is pending, score a row alone where one is to be measured. Collective.
+    """End a micro-batch's `training_step`. After the last of several micro-batches that share a forward pass, run their
+    shared backward pass. If no shared pass is open and a row was noted for it, score this row alone, to measure how
+    its log-probs depend on the other rows. Collective.
 
     Raises:
         ComponentError: an algorithm's term was not added to the loss, since a user's class computes the loss.

@@ -126,8 +126,8 @@ def _line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
 
 
 def _mark(number: int | None) -> None:
-    """Mark this process, and all that it starts from now on, with an owner's number, by the limit `MARKED_LIMIT`. None
-    removes the mark."""
+    """Mark this process, and all that it starts from now on, as an owner's: set `MARKED_LIMIT`, a resource limit that
+    child processes inherit and nobody else uses, to the owner's number. None removes the mark."""
     _, most = resource.getrlimit(MARKED_LIMIT)
     with suppress(ValueError):  # the host allows less; processes are still found by their environment or session
         resource.setrlimit(MARKED_LIMIT, (most if number is None else number, most))

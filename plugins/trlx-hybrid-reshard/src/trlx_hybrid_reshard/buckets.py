@@ -156,8 +156,9 @@ def _kept(source: Sharding, target: Sharding) -> Ints:
 
 
 def _unbroken(mine: Sharding, other: Sharding) -> bool:
-    """Return whether everything that two ranks exchange is contiguous in the memory of one of them, because it is made
-    of whole rows of what that rank holds.
+    """Return whether every slice of a parameter that ranks of one side exchange with ranks of the other is contiguous
+    in the first side's memory, because it consists of whole rows of what a rank there holds. Such slices need no
+    buffer.
 
     Args:
         mine: the parameter's sharding on the side whose memory is looked at, before or after the reshard.

@@ -38,8 +38,8 @@ class Shards:
         shapes: the shapes of the whole parameters, by name; tied parameters once.
         local: this rank's tensor of each parameter: a view, the parameter itself, or its merged copy. Merged copies
             take the memory of the adapted shards once more.
-        moved: the number of times that local tensors were replaced or moved. Views and recordings made at a lower
-            number may be out of date.
+        moved: the number of times that local tensors were replaced or moved. Views of them, and plans with such views,
+            that were made at a lower number may be out of date.
     """
 
     def __init__(self, policy: Policy) -> None:

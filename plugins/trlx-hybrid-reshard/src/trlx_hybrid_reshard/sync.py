@@ -201,7 +201,7 @@ class ReshardSync(WeightSync):
         return str(self.prepared)
 
     def note(self) -> str:
-        """Return `summary` as a line that the run prints when it starts."""
+        """Return a line for the start of the run: the bytes that a sync moves on this rank, and the memory it takes."""
         return f"[Reshard] a sync on rank {self._run.ranks.rank}: {self.summary}"
 
     # --- syncing ----------------------------------------------------------------------------------------------------

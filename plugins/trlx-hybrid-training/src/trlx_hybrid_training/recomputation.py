@@ -108,7 +108,8 @@ class LayerBytes:
 
 
 class Recomputation:
-    """Decides for each micro-batch which layers of the policy are recomputed in the backward pass.
+    """Decides for each micro-batch how many layers of the policy are recomputed in the backward pass (gradient
+    checkpointing): as few as the free device memory allows.
 
     Args:
         session: the run.

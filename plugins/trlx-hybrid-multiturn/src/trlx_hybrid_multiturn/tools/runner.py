@@ -81,8 +81,8 @@ class ToolRunner:
 
     Attributes:
         usage: counters of the calls by the tool's name, since the dict was last cleared.
-        environment_methods: for each name in `usage` that is a method of an environment, which cannot run in a process:
-            the name in the option `tool_modes` that selects where the method runs.
+        environment_methods: the methods of environments, which run in a thread or in the trainer's, never in another
+            process: by the name under which `usage` counts a method, its name in the option `tool_modes`.
     """
 
     def __init__(self, options: MultiTurnOptions) -> None:

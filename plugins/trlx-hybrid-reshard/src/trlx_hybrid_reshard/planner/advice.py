@@ -143,8 +143,8 @@ def _sharding(better: Better) -> str:
 
 
 def _wider(model: Model, train: MeshLayout, tp: int) -> Iterator[tuple[int, int]]:
-    """Yield a pair for each larger tensor-parallel size of the engines that fits: the bytes that the rank which
-    receives the most would receive, and that size.
+    """Yield a pair for each larger tensor-parallel size of the engines that divides the ranks and the model, to suggest
+    one with less traffic: the bytes that the rank which receives the most would receive, and that size.
 
     Args:
         model: the parameters to move.
@@ -159,7 +159,13 @@ def _wider(model: Model, train: MeshLayout, tp: int) -> Iterator[tuple[int, int]
 
 def _worst(model: Model, source: MeshLayout, target: MeshLayout, ranks_per_node: int = 0) -> tuple[int, int]:
     """Return the bytes of the rank that receives the most, and the bytes of the rank that sends the most, in a sync
-    from one layout to another. If there are many ranks, only a sample of `SAMPLE` ranks is planned."""
+    from one layout to another. If there are many ranks, only a sample of `SAMPLE` ranks is planned.
+
+    Args:
+        model: the parameters to move.
+        source, target: the layouts before and after.
+        ranks_per_node: the number of consecutive ranks that share a node; 0 for a single node.
+    """
     world = source.world
     ranks: Sequence[int] = range(world)
     if world > SAMPLE:

@@ -183,7 +183,8 @@ class WorkersIds:
         self._told: list[int] | None = None
 
     async def open(self, request_id: str, forbidden: Sequence[int]) -> None:
-        """Prepare for a request: let the workers record ids, if they do not yet.
+        """Prepare for a request: make the workers record the ids that each token can be sampled from, if they do not
+        yet.
 
         Args:
             request_id: the request's id, as vLLM is given it.

@@ -173,9 +173,10 @@ def _with_b(  # type: ignore[no-untyped-def]
 
 
 def runs_here() -> bool:
-    """Run the Triton kernel of `with_b` once, and return whether it computes on this GPU what torch does.
+    """Run the Triton kernel of `with_b`, which adds the product with an adapter's B to a layer's output, once, and
+    return whether it computes on this GPU what torch does. Where it does not, torch is used.
 
-    On a CPU, where torch computes it, always True.
+    On a CPU, where torch computes it anyway, always True.
     """
     if not current_platform.is_cuda_alike():
         return True

@@ -509,7 +509,8 @@ def factors_of(slots: Sequence[Slot], adapter: str) -> list[tuple[Tensor, Tensor
 def weights_of(layer: LoraLayer, adapter: str) -> tuple[Tensor, Tensor]:
     """Return A and B of a PEFT layer's adapter, sharded if the policy is.
 
-    The tensors are looked up at each call, because training may rebind any of them, and in the modules' dicts: for some 200 layers, `nn.Module.__getattr__` would take longer than copying A and B into the engine.
+    The tensors are looked up at each call, because training may rebind any of them, and in the modules' dicts: for some
+    200 layers, `nn.Module.__getattr__` would take longer than copying A and B into the engine.
     """
     parts = layer._modules
     a = parts["lora_A"]._modules[adapter]._parameters["weight"].data

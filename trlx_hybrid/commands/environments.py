@@ -272,7 +272,13 @@ class Player:
             raise MistakeError("no step gave a reward, and there are no reward_funcs. Give one, or the other.")
 
     async def _with_calls(self, environment: Any, factory: Any, row: Mapping[str, Any]) -> None:
-        """Play an episode of a TRL environment, whose public methods are tools."""
+        """Play an episode of a TRL environment, whose public methods are tools that `answer` calls, and print it.
+
+        Args:
+            environment: the environment.
+            factory: made the environment; named in messages.
+            row: the dataset's row of the episode.
+        """
         self._require_methods(environment, "reset")
         public = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction) if name[0] != "_"]
         tools = {name: getattr(environment, name) for name in public if name not in ("reset", "get_reward")}

@@ -216,8 +216,8 @@ def _probe(value: Any, words: _Words, depth: int) -> Any:
 
 
 def _shape(value: Any, depth: int) -> Any:
-    """Return a hashable description of a value's structure, as far as a template can tell it apart: equal for lists
-    that differ only in their texts and lengths.
+    """Return a hashable description of a value's structure: its types and keys, but neither its texts nor the number of
+    items in lists. A chat template treats values with equal descriptions alike.
 
     Args:
         depth: how many nested levels are described; a deeper value counts as a text.

@@ -35,8 +35,8 @@ class RolloutConfig:
     Attributes:
         tp_size: tensor-parallel ranks of one engine.
         pp_size: pipeline stages of one engine.
-        dp_type: "none" where one engine takes all processes; with None, there are as many engines as fit into the
-            processes.
+        dp_type: the text "none" for a single engine, which takes all processes; None, the default, for as many engines
+            as fit into the processes. There are no other values.
     """
 
     tp_size: int = 1

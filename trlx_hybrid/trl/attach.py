@@ -229,7 +229,8 @@ def _session(trainer: StockTrainer, chosen: Chosen) -> tuple[Session, str | None
     """Create the session of a trainer.
 
     Returns:
-        The session; and the sampling setting that leaves ids out, where log-probs are computed over the others only.
+        The session; and the sampling setting that leaves ids out, such as "top_k", if log-probs are computed over only
+        those ids that it keeps, else None.
     """
     args, ranks = trainer.args, Ranks(trainer.accelerator)
     check_ranks_agree(ranks.gather(chosen.host.plugins))

@@ -145,7 +145,8 @@ def _cause(policy: Policy) -> str:
 def allowed_gap(
     engine: Engine, policy: Policy, autocast: torch.dtype, nats: float | None = None
 ) -> tuple[float, float]:
-    """Return how far apart the log-probs of engine and trainer may be, by the coarsest arithmetic that takes part.
+    """Return how far apart the log-probs of engine and trainer may be, by the least precise dtype that either computes
+    in.
 
     Args:
         autocast: dtype of the trainer's matrix products.
@@ -153,7 +154,7 @@ def allowed_gap(
 
     Returns:
         The largest difference of one token's log-probs, in nats, and the share of a batch's tokens that may be further
-        apart; a few always may, unless it is 0.
+        apart. If this share is above 0, a few tokens may be, however small the batch is.
     """
     dtype = coarsest(engine.dtype, *policy.dtypes, autocast)
     default = QUANTIZED_TOLERANCE if engine.quantized else TOLERANCE.get(dtype, max(TOLERANCE.values()))
@@ -311,7 +312,8 @@ class Rotation:
         self._count, self._next = count, 0
 
     def take(self, items: Sequence[Item]) -> list[Item]:
-        """Return the next items of `items`, `count` of them or all if there are fewer."""
+        """Return as many items as each turn has, or all if there are fewer: those that follow the items of the last
+        call, from the first again after the last."""
         if not items:
             return []
         start = self._next % len(items)

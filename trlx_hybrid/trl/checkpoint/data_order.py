@@ -60,7 +60,8 @@ class Place:
         begin: (n,) uint8 states of the sampler's generators before the epoch.
         now: the generators' states when the checkpoint is written: before the next epoch, if this one is over.
         micro_batch: micro-batches that the run has trained on, TRL's `_step`.
-        kept: whether later steps train on the rollout, and each rank has written its part of it.
+        kept: whether the checkpoint contains the rollout: it does where later steps still train on it, and each rank
+            has written its part.
         settings: the arguments that decide the order, by name, and facts of the dataset.
     """
 

@@ -126,7 +126,8 @@ def fault(checkpoint: Path, manifest: Manifest) -> str | None:
 
 
 def digest(file: Path) -> tuple[int, str]:
-    """Return a file's size in bytes, and the CRC-32 of the parts that `parts` yields, as hexadecimal digits."""
+    """Return a file's size in bytes, and a CRC-32 as hexadecimal digits. The CRC-32 covers only some parts of a large
+    file, those that `parts` yields."""
     found = 0
     with file.open("rb", buffering=0) as opened:
         size = os.fstat(opened.fileno()).st_size

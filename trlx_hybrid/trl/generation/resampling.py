@@ -267,11 +267,13 @@ def _round(
     numbers: Sequence[int | None],
     sample: Callable[[list[Any]], Any],
 ) -> Round:
-    """Sample and score one round as TRL would, and let the algorithms decide which groups are kept.
+    """Sample and score one round of prompts as TRL would, and let the algorithms decide which groups are kept. A batch
+    takes further rounds until it has enough groups.
 
     Args:
         rows: this rank's rows.
-        numbers: for each group of all ranks, the number of its row in the dataset.
+        numbers: for each group of all ranks, the number of its row in the dataset; None where TRL's data loader drew
+            it.
         sample: a function that samples the completions of prompts, as TRL's `_generate`.
     """
     session, prompts = run.session, [row["prompt"] for row in rows]
@@ -324,7 +326,7 @@ def _as_generated(batch: Sequence[SampledRow], columns: Sequence[str]) -> Any:
 
 
 def _together(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a batch's rounds so far, combined with those of one more round: the sum for metrics in
-    SUMMED, the concatenation for lists, and the latest value for all others."""
+    """Return the metrics of a batch's rounds of sampling so far, combined with those of one more round: the sum for
+    metrics in SUMMED, the concatenation for lists, and the latest value for all others."""
     both = before.keys() & now.keys()
     return {**before, **now} | {n: before[n] + now[n] for n in both if n in SUMMED or isinstance(now[n], list)}

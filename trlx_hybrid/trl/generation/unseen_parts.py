@@ -87,7 +87,7 @@ def _called(function: Any) -> Any:
 
 def _is_trls(function: Any) -> bool:
     """Return whether a reward function is TRL's own. A user's wrapper around one does not count, whatever its name: it
-    may already solve what is warned of."""
+    may already show the function those parts of a completion that the warning is about."""
     return getattr(function, "__module__", None) in READS_FIRST and not hasattr(function, "__wrapped__")
 
 

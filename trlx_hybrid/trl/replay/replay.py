@@ -301,8 +301,8 @@ def _epoch(trainer: StockTrainer) -> tuple[int, int]:
 
 
 def _added(before: list[float], after: list[float]) -> list[Any]:
-    """Return how a metric's list changed between two moments, for a recording: `[replaced, new values]`, where
-    `replaced` says that the earlier values were changed too. An empty list means no change."""
+    """Return how a metric's list changed between two moments, for a recording: `[False, values]` for values that were
+    appended, `[True, values]` for all values where earlier ones were changed too, an empty list for no change."""
     if after[: len(before)] != before:
         return [True, list(after)]
     return [False, after[len(before) :]] if len(after) > len(before) else []

@@ -1,4 +1,5 @@
-"""The comparison of the engine's log-probs with the trainer's, and the one row that is scored alone for it."""
+"""The comparison of the engine's log-probs with the trainer's. Now and then, and where they differ too much, one row is
+scored once more by itself, which tells how far the micro-batch's shape is the cause."""
 
 from __future__ import annotations
 
@@ -86,8 +87,8 @@ def _again(
     trainer: StockTrainer, run: RunState, batch: Mapping[str, Any]
 ) -> Callable[[tuple[float, float]], str | None]:
     """Return a function that `WeightVersions.check_batch` calls where log-probs of engine and trainer differ too much.
-    It takes the allowed differences, scores the row that differs most alone, and returns a text if the micro-batch's
-    shape is the cause, or None.
+    It takes the allowed differences. It picks the row that differs most, scores this row by itself, and returns a text
+    if the micro-batch's shape is the cause, or None.
 
     Args:
         batch: this rank's rows.

@@ -53,8 +53,8 @@ def scoring_over(kept: KeptTokens | None, scored: Tensor, masses: list[Tensor], 
 
 
 class _Head:
-    """An object that stands in for TRL's autograd function `_ChunkedLogProbFunction`, of which TRL's head only calls
-    `apply`."""
+    """A stand-in for TRL's autograd function `_ChunkedLogProbFunction`, of which TRL's LM head only calls `apply`. Here
+    it computes log-probs over the kept ids (left by top-k and the like) instead of the whole vocabulary."""
 
     def __init__(self, kept: KeptTokens, scored: Tensor, masses: list[Tensor], trl: Any) -> None:
         self._trl = trl
@@ -185,8 +185,9 @@ def _columns(masks: Tensor, start: int, end: int) -> Tensor:
 
 
 class KeptLogProbs(torch.autograd.Function):
-    """An autograd function that computes, for N tokens, log-probs and entropies over the kept ids, and the logarithms
-    of the probability that the kept ids have in the whole distribution. The latter have no gradient."""
+    """An autograd function that computes, for each of N tokens, its log-prob and the entropy over its kept ids (those
+    that top-k, top-p and the like left), and the logarithm of the probability that these ids have together in the
+    distribution over the whole vocabulary. The last has no gradient."""
 
     @staticmethod
     def forward(

@@ -47,8 +47,8 @@ def regrouped(trainer: StockTrainer, run: RunState, drawn: Rows) -> Rows:
 
 
 def with_terms(trainer: StockTrainer, run: RunState, loss: Any, micro_batch: MicroBatch) -> Any:
-    """Return a micro-batch's loss with the terms that the run's algorithms add, divided by the number of accumulation
-    steps as TRL's own loss is. Logs each term. Collective."""
+    """Return a micro-batch's loss plus the terms of the run's algorithms. TRL has divided its loss by the number of
+    gradient accumulation steps; so are the terms here. Logs each term. Collective."""
     if micro_batch.scores is None:
         return loss
     run.terms_added = True

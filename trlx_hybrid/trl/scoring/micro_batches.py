@@ -65,8 +65,8 @@ def number(micro_batches: Sequence[dict[str, Any]]) -> None:
 
 
 def keep(micro_batch: dict[str, Any], scores: Scores) -> None:
-    """Store the scores that a micro-batch's loss is computed from in the micro-batch, for `as_drawn`. Does nothing
-    where rows were not regrouped."""
+    """Store in a micro-batch the scores that its loss is computed from, so that `as_drawn` can give them to the
+    micro-batches that TRL drew. Does nothing where rows were not moved between micro-batches."""
     if ROW in micro_batch:
         micro_batch[LOG_PROBS] = scores.log_probs.detach()
         if scores.entropies is not None:

@@ -135,8 +135,9 @@ def furthest(batch: Mapping[str, Any], nats: float) -> int:
 
 
 def fault(one: Mapping[str, Any], scored: Tensor, row: int, allowed: tuple[float, float]) -> str | None:
-    """Return a text if a row shows that engine and trainer differ because of the micro-batch's shape: too much in the
-    micro-batch, but not when scored alone. Return None if it does not.
+    """Return a text that blames the micro-batch's shape for a difference of engine and trainer, or None. The shape is
+    to blame if the row's log-probs differ too much as they were scored in the micro-batch, and not as they are when
+    the row is scored alone.
 
     Args:
         one: the row as a batch of size 1, which `alone` returns.

@@ -97,12 +97,12 @@ class Reaper:
 
 
 def _watching(arguments: list[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start the reaper's process, which runs `main`, and return that process once it has said that it watches the
-    owner.
+    """Start the reaper: a process that runs `main`, waits for the end of the owner (the process that asks for it), and
+    then ends what the owner has started. Return it once it has said that it watches.
 
     Args:
         arguments: the arguments of `main`, as text.
-        environment: the environment of the process, without the owner's mark.
+        environment: the environment of the process, without the variable that marks what the owner has started.
 
     Raises:
         OSError, subprocess.SubprocessError: the process does not start.

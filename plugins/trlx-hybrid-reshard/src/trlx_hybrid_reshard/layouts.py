@@ -98,7 +98,8 @@ class Parameter:
 
     @property
     def extent(self) -> tuple[int, ...]:
-        """The shape of all layers together, (layers, *shape), to which the index ranges of plans refer."""
+        """The shape of this parameter stacked over all layers that have it, (layers, *shape). The index ranges of a
+        reshard plan refer to this shape."""
         return (len(self.layers), *self.shape)
 
     @property

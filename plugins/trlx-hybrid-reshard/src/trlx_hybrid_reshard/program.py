@@ -412,7 +412,8 @@ class _Places:
         return total
 
     def bucket(self, staging: Staging, number: int, sends: list[Message], receives: list[Message]) -> BucketViews:
-        """Make the messages of one bucket and the copies that pack and unpack them, with all views of tensors.
+        """Prepare one bucket, whose messages move together: make the views of tensors that its messages send and
+        receive, and the copies that pack and unpack them.
 
         Args:
             staging: the buffers for messages that need packing or unpacking.

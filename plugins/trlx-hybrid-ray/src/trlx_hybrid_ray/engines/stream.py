@@ -267,7 +267,11 @@ class Router:
 
     def lose(self, server: int) -> list[int]:
         """Remove a dead engine, and return the keys of its requests in the order of their arrival, so that they can be
-        assigned again. Its trajectories may then go to any engine."""
+        assigned again. Trajectories whose turns all went to this engine may then go to any other.
+
+        Args:
+            server: the engine's number.
+        """
         requests = list(self._requests.pop(server, ()))
         self._home = {row: home for row, home in self._home.items() if home != server}
         self._rows.pop(server, None)

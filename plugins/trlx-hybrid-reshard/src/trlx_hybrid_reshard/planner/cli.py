@@ -266,7 +266,7 @@ def report(
 
 
 def _table(found: Forecast) -> Iterator[str]:
-    """Yield the lines of the report's table of bytes per rank."""
+    """Yield the lines of a forecast's table: how many bytes each rank receives, sends and copies."""
     yield "rank        " + "  ".join(map(str.rjust, COLUMNS, WIDTHS))
     for rank in found.ranks[:WIDEST]:
         yield _row(str(rank["rank"]), [rank[f"{field}_bytes"] for field in FIELDS])

@@ -45,7 +45,11 @@ class KeptIds:
         self._words: defaultdict[str, dict[int, Words]] = defaultdict(dict)  # by request and place in its sequence
 
     def open(self, forbidden: Sequence[int]) -> None:
-        """Prepare for a rollout; `forbidden` are ids that a logit bias forbids in all of its requests."""
+        """Begin to record, for a rollout, the ids that each token is sampled from.
+
+        Args:
+            forbidden: ids that a logit bias forbids in all of its requests.
+        """
         self.forbidden = forbidden
 
     def close(self) -> None:
@@ -113,7 +117,8 @@ class CapturedIds(KeptIds):
         self._rows.active = True
 
     def close(self) -> None:
-        """Stop collecting after the last request, and drop the ids that nobody took."""
+        """Stop collecting after the last request of a rollout, and drop what was collected for requests that nobody
+        took it of."""
         super().close()
         self._rows.active = False
 

@@ -318,7 +318,8 @@ def joining(plain: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Mod
 
 
 def join(layer: BaseLinearLayerWithLoRA) -> None:
-    """Move A of one of vLLM's LoRA layers under its weight, and make the layer's class a `Joined` one, in place.
+    """Move A of one of vLLM's LoRA layers into the spare rows below the layer's weight, so that one product computes
+    both, and change the layer's class to a `Joined` one, which does that. In place.
 
     Does nothing if the weight is quantised or has no spare rows.
     """

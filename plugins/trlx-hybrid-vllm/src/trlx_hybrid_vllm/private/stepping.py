@@ -56,7 +56,7 @@ class IdCollector(Protocol):
         """Prepare for a rollout; `forbidden` are ids that a logit bias forbids in all of its requests."""
 
     def close(self) -> None:
-        """Drop the ids of all requests, such as aborted ones, that nobody took."""
+        """Forget the ids that were collected for requests of which nobody took them, such as aborted ones."""
 
     def returned(self, request_id: str, prompt_tokens: int, ids: Ids) -> None:
         """Record the ids that a request's next token was sampled from.

@@ -144,7 +144,8 @@ class Routes:
 
     @classmethod
     def learned(cls, names: Sequence[str], servers: Sequence[Sequence[Any]]) -> Routes:
-        """Make the object from what each server's workers returned from `served_learn`.
+        """Make the routes (which slices of which checkpoint tensors each worker needs) from the results of
+        `served_learn`, in which each worker of each server says what its weight loader took.
 
         Args:
             names: the checkpoint tensors' names, in the order given to `served_learn`.

@@ -496,7 +496,8 @@ class Slot:
 
 
 def factors_of(slots: Sequence[Slot], adapter: str) -> list[tuple[Tensor, Tensor, float]]:
-    """Return PEFT's A (r, in), B (out, r) and scaling for each slot. Collective where the policy is sharded.
+    """Return PEFT's A (r, in), B (out, r) and scaling for each of vLLM's LoRA slots, the tensors in which the engine
+    keeps A and B of one adapted layer. Collective where the policy is sharded.
 
     Args:
         adapter: the adapter's name in PEFT.

@@ -85,7 +85,11 @@ class WeightMap:
                 self.pieces[name] = joined(found)
 
     def memory_of(self, piece: PlacedBox) -> Tensor:
-        """Return the engine's memory that holds this box of a parameter, as a view in the box's shape."""
+        """Return the engine's memory that holds a part of a parameter, as a view in the part's shape.
+
+        Args:
+            piece: the part: a box, which is one index range per dimension.
+        """
         return piece.memory.of(self.loader.tensors[piece.parameter].data)
 
 

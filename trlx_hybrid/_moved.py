@@ -87,7 +87,12 @@ class FormerNames:
         """Let Python make an empty module, which `exec_module` replaces."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Put the module at its new place where Python looks for the former name: both names are one module."""
+        """Finish the import of a module by its former name: replace the empty module in `sys.modules` by the one that
+        has the new name, so that both names give the same module.
+
+        Args:
+            module: the empty module that Python has made for the former name.
+        """
         sys.modules[module.__name__] = import_module(MOVED[module.__name__])
 
     def get_code(self, fullname: str) -> CodeType:

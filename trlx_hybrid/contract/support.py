@@ -163,12 +163,15 @@ the tensor under WORDS; UNSAMPLED for a token that was not sampled."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptTokens:
-    """The ids that the next token of each position of some rows could be sampled from; all ids where it was not
-    sampled. It is the tensor form of `Support`, used to compute log-probs over only these ids.
+    """The ids that top-k, top-p and the like left to sample the next token from, for each position of some rows.
+    Log-probs are computed over only these ids. It is the tensor form of `Support`. A next token that was not sampled,
+    such as a prompt's, could be any id.
 
     Attributes:
-        words: (n,) int32, the ids in the encoding of `Support.words`.
-        bounds: (…, 2) int64, for each position, where the words of its next token begin and end.
+        words: (n,) int32, the ids: for each token as a list, as a list of the ids left out, or as a bit mask. `Support`
+            describes the encoding.
+        bounds: (…, 2) int64, for each position, where the words of its next token begin and end; UNSAMPLED
+            twice where the next token was not sampled.
         vocabulary: number of ids.
     """
 

@@ -117,13 +117,13 @@ def _pickled(error: Exception) -> bytes:
 def abort(groups: Iterable[Any], seconds: float = 0.0) -> None:
     """Abort the operations of NCCL process groups whose kernels may wait for a lost peer, and remove the groups.
 
-    Destroying a group instead would wait for all its ranks: on two GPUs, with one rank alive but busy elsewhere, the
-    other could not end until that rank's process had. Aborting may wait as well: for kernels, for other groups, and for
-    CUDA graphs of the group's operations (destroy those first: vLLM's pynccl.py says the same). So it runs in its own
-    thread.
+    Destroying a group instead would wait for all its ranks: in a test on two GPUs, a rank could not end while the other
+    was alive but busy elsewhere. Aborting may wait as well: for kernels, for other groups, and for CUDA graphs of the
+    group's operations (destroy those first: vLLM's pynccl.py says the same). So the groups are aborted in a thread.
 
     Args:
-        seconds: how long to wait for that thread.
+        groups: the process groups; those that are gone already are passed over.
+        seconds: how long to wait for the thread.
     """
 
     def run() -> None:

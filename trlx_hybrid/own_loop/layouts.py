@@ -176,9 +176,11 @@ def check_train_config(config: Mapping[str, Any], model: nn.Module, world: int) 
 
 
 def _fsdp_of(model: nn.Module, world: int) -> dict[str, Any]:
-    """Return the FSDP settings of `HELD` as read from a model, by name.
+    """Return the FSDP settings that can be read from a sharded model, by the names in `HELD`, to be compared with those
+    that the user has given.
 
     Args:
+        model: a model that FSDP2 has sharded.
         world: number of processes.
 
     Raises:

@@ -64,8 +64,8 @@ def sample(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _squares(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the bits of the tensors as 64-bit words, (n,) int64 with n of at most SIDE * SIDE; small tensors of one
-    dtype and device are joined.
+    """Yield the bits of the tensors as 64-bit words, (n,) int64 with n of at most SIDE * SIDE, the most that `_sums`
+    takes. Small tensors of one dtype and device are joined.
 
     An adapter has hundreds of small tensors, and an operation on one of them takes longer to launch than to run. So one
     call concatenates them before they are viewed as words.
@@ -101,9 +101,11 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _sums(words: Tensor) -> list[Tensor]:
-    """Return the numbers that stand for some words in a fingerprint. The words are laid out as a matrix with SIDE
-    columns and an odd number of rows. Its column sums and its row sums are returned, then the words that are left over,
-    as they are; fewer words than one row are returned as they are.
+    """Return the numbers that stand for some words (64-bit integers) in a fingerprint, as 1-D tensors.
+
+    The words are laid out as a matrix with SIDE (2047) columns and an odd number of rows, since an even number of equal
+    changes of the highest bit would add up to 0. The result is the matrix's column sums, its row sums, and the words
+    that are left over, unchanged; if the words fill no row, it is only the words.
 
     Args:
         words: (n,) int64, with n of at most SIDE * SIDE, as `_squares` yields them.

@@ -302,7 +302,8 @@ times as much."""
 
 
 class StepSizes:
-    """A check that compares a sample of the weights before and after each of the first optimizer steps."""
+    """A check that none of the first STEPS (4) optimizer steps moves weights further than its learning rate explains,
+    as a miscomputed step would. It compares a sample of the weights before and after each of these steps."""
 
     def __init__(self) -> None:
         self._left = STEPS

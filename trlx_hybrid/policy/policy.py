@@ -133,8 +133,8 @@ class Policy:
 
     @property
     def in_zero3(self) -> bool:
-        """True where DeepSpeed's ZeRO-3 holds the parameters. ZeRO-3 expects every forward pass to call the modules in
-        the same order, and fails in the forward pass after one in another order."""
+        """True where DeepSpeed's ZeRO-3 holds the parameters. ZeRO-3 records the order in which a forward pass calls
+        modules. If a pass has another order, the next one fails, so callers leave out passes that only check."""
         return any(hasattr(p, "ds_id") for p in self.parameters)
 
     @property

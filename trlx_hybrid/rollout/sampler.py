@@ -167,8 +167,12 @@ class Sampler:
         return request
 
     def _first_row(self, rows: int) -> int:
-        """Return the number of this rank's first row in the batch of all ranks, each of which has `rows` rows; rows of
-        earlier batches of the same weight version count."""
+        """Return the number of this rank's first row in a batch; the rows' seeds are made from their numbers. Rows are
+        counted over all ranks, rank after rank, and over all batches sampled with the current weight version.
+
+        Args:
+            rows: the number of rows of each rank in this batch.
+        """
         return self._drawn[self._stream] + self._ranks.rank * rows
 
     def _seed(self, row: int, turn: int) -> int:

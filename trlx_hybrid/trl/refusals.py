@@ -53,7 +53,8 @@ def own_rollout(trainer: StockTrainer) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The facts of a run that the table's conditions read.
+    """The facts of a run by which each entry of this module's table decides whether it applies: whether the run cannot
+    have the option that the entry is about.
 
     Attributes:
         trainer: the trainer.

@@ -180,8 +180,8 @@ class HybridTrainer(Base):
     # --- training -----------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as TRL does, also after an evaluation. If a launcher has started the run again and no checkpoint is
-        named here, resume from the run's last checkpoint."""
+        """Train as TRL does. After `evaluate()`, the model is prepared for training again (with DDP). If a launcher has
+        started the run again and no checkpoint is named here, resume from the run's last checkpoint."""
         run = self._running
         self._after_evaluation()
         run.window = Window()

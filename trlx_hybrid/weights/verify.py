@@ -84,7 +84,19 @@ def check_bits(
 
 
 def sample_probe(engine: Engine, policy: Policy, component: Component) -> tuple[list[int], Completion]:
-    """Let the engine sample a completion for a short prompt, with log-probs; return both. Collective."""
+    """Let the engine sample a completion for a short prompt, with log-probs, which the policy's are compared with.
+    Collective.
+
+    Args:
+        policy: gives the size of the vocabulary, from which the prompt's ids are made.
+        component: the component that offers the engine; errors name it.
+
+    Returns:
+        The prompt's ids, and the completion.
+
+    Raises:
+        ComponentError: the engine failed, or returned something unusable.
+    """
     vocabulary = policy.base.config.get_text_config().vocab_size
     length = max(1, min(PROBE_TOKENS, engine.max_model_len // 2))  # a short context still leaves room to sample
     prompt = [(7919 * i + 11) % vocabulary for i in range(1, length + 1)]

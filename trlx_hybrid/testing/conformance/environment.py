@@ -74,7 +74,7 @@ def _play(
         name: what is checked, for messages.
         environments: new environments, one for each of `rows`.
         rows: the row of a dataset that each environment is reset with.
-        answers: texts that stand for the model's answers, one per turn, from the first one again after the last.
+        answers: texts used in place of the model's answers, one per turn; after the last one, the first is used again.
         turns: the number of turns within which every episode must end.
 
     Returns:

@@ -122,7 +122,8 @@ def _told(name: str, session: Session, hook: str, count: int) -> Iterator[None]:
     """A context, around a rollout's work, that checks whether the rollout reports every row as soon as it is finished,
     by calling a function of the session.
 
-    Nothing is checked for a rollout without `tells`, or with an engine that finishes all rows at once.
+    Nothing is checked if the rollout's attribute `tells` is False, since it then promises no such reports, or if the
+    engine finishes all rows at once.
 
     Args:
         name: the rollout's name, for messages.
@@ -131,7 +132,7 @@ def _told(name: str, session: Session, hook: str, count: int) -> Iterator[None]:
         count: the number of rows that must be reported, each once.
 
     Raises:
-        ConformanceError: other rows than these were reported, or one more than once.
+        ConformanceError: a row was not reported or was reported twice, or an unknown row was reported.
     """
     engine, rollout, rows = session.selection.engine, session.rollout, list[int]()
     if engine is None or rollout is None or not (rollout.tells and engine.component.streams):

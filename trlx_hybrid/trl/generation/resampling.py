@@ -296,7 +296,12 @@ def _round(
 
 
 def _give_tools(trainer: StockTrainer, rows: int) -> None:
-    """Give each row of a round the trainer's tools, as TRL does before it samples. No row has an environment.
+    """Give each row of a round (one sampling of further prompts) the trainer's tools, as TRL does before it samples.
+    TRL would also add the tools of a row's environment; here no row has one.
+
+    Args:
+        trainer: its lists of tools per row are replaced.
+        rows: the number of rows that this rank samples in the round.
 
     Source: trl 1.16, `GRPOTrainer._generate_and_score_completions`.
     """

@@ -395,8 +395,8 @@ class _Openings:
     def _opening(
         self, name: str, messages: Sequence[dict[str, Any]], ids: list[int], given: dict[str, Any]
     ) -> _Opening | None:
-        """Return the opening, which need not be encoded again; None if encoding only the rest of this conversation
-        gives other ids.
+        """Return the opening of a tool's conversations: their text and ids up to the end of the turn that calls the
+        tool, which need not be encoded again. None if opening and separately encoded rest give other ids than `ids`.
 
         Args:
             name: name of the tool that the conversation calls.

@@ -93,14 +93,15 @@ def forecast(sampling: Sampling, rows: int, vocabulary: int) -> str:
 
 
 def refuse_too_many(size: int, setting: str | None) -> None:
-    """Refuse a rollout whose lists of kept ids take too much host memory.
+    """Refuse a rollout whose lists of kept ids (for each token, those that top-k, top-p and min-p left) take too much
+    host memory.
 
     Args:
-        size: their bytes on this rank.
+        size: the bytes of these lists on this rank.
         setting: the sampling setting that leaves ids out, for the message.
 
     Raises:
-        ConfigError: they take more than MOST bytes.
+        ConfigError: the lists take more than MOST bytes.
     """
     if size > MOST:
         raise ConfigError(

@@ -199,7 +199,7 @@ class KeptLogProbs(torch.autograd.Function):
         kept: KeptTokens,
         projection: Projection,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute log-probs, entropies and logarithms of the kept ids' probability, (N,) float32 each.
+        """Compute three numbers for each of N tokens, from the ids that truncated sampling left for it (its kept ids).
 
         Args:
             hidden: (N, H) hidden states.
@@ -208,6 +208,11 @@ class KeptLogProbs(torch.autograd.Function):
             targets: (N,) int64, the ids whose log-probs are computed.
             kept: the kept ids of the N tokens.
             projection: how logits are computed.
+
+        Returns:
+            Tensors of shape (N,) in float32: the targets' log-probs over the kept ids; the entropies of the
+                distributions over the kept ids; and, without a gradient, the logarithm of the probability that a
+                token's kept ids have together among all ids.
         """
         ctx.set_materialize_grads(False)
         kind = hidden.device.type

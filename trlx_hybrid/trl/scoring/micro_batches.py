@@ -93,12 +93,13 @@ def as_drawn(micro_batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def replace_last(metrics: Mapping[str, list[float]], lengths: Mapping[str, int], count: int) -> None:
-    """Replace the values that the regrouped micro-batches logged with those of the micro-batches that TRL drew: remove
-    from each metric the `count` values before the ones added last. A metric to which nothing was added stays as it is.
+    """Remove from TRL's metrics what the losses of regrouped micro-batches logged, once the losses of the micro-batches
+    that TRL drew have logged their values behind it. A metric to which these added nothing stays as it is.
 
     Args:
-        metrics: TRL's metrics since its last log line.
-        lengths: length of each metric's list before the last values were added.
+        metrics: TRL's metrics since its last log line, changed in place.
+        lengths: length of each metric's list before the drawn micro-batches logged; the `count` values just before
+            this index are removed.
         count: number of micro-batches, each of which logs one value.
     """
     for name, values in metrics.items():

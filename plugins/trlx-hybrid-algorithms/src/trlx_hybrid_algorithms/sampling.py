@@ -1,4 +1,5 @@
-"""An algorithm that chooses which groups (the completions of one prompt) are trained on."""
+"""Dynamic sampling: an algorithm that trains only on groups (the completions of one prompt) whose rewards differ, and
+has more prompts sampled in place of the others."""
 
 from __future__ import annotations
 

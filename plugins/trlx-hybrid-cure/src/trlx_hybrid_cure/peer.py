@@ -194,8 +194,8 @@ class Peer:
 
 
 def refuse(value: object) -> NoReturn:
-    """Raise TypeError for a value that is not of one of Python's own data types. The function is passed to `encode` as
-    the argument `number`, where no other values are allowed."""
+    """Raise TypeError for a value that cannot be copied, because it is not of one of Python's own data types. Passed to
+    `encode` as its argument `number`, which is called for such values, where they must not be sent as numbers."""
     raise TypeError(type(value).__name__)
 
 
@@ -227,8 +227,15 @@ def restore(old: Any, new: Any) -> None:
 
 
 def kept(old: Any, new: Any) -> Any:
-    """Return `old`, changed in place to the content of `new`, if both are mutable and of the same type; otherwise
-    return `new`."""
+    """Return what stands for an item of a container after the other process has changed the container's copy.
+
+    If both are mutable and of the same type, it is `old`, changed in place, so that other references to it see the
+    change; otherwise it is `new`.
+
+    Args:
+        old: the item before the change.
+        new: the item of the changed copy.
+    """
     if type(old) is type(new) and type(old) in MUTABLE:
         restore(old, new)
         return old

@@ -146,7 +146,8 @@ def execute_test(channel: Channel, source: str, nonce: bytes) -> None:
 
 
 class Asking(Channel):
-    """The connection to the judge, as a test uses it to send requests to its program."""
+    """The connection of a test's process to the judge (the process that judges programs by their tests), for the test's
+    requests to the program. The judge passes each of them on to the program's process."""
 
     def send(self, frame: bytes, deadline: float | None = None) -> None:
         """Write a message that the judge is to pass on to the program.

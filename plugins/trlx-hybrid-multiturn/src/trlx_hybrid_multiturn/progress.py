@@ -106,12 +106,13 @@ def metrics(
 
     A metric of one turn (`hybrid/turn_2/sampled`) is not a number but a list, with a number for each trajectory that
     has this turn, so that each trajectory has the same weight in the logged mean: the mean of the batches' means would
-    overweight batches in which few trajectories have it. `hybrid/turn_2/reached` has a number for every trajectory.
+    overweight batches in which few trajectories have it. `hybrid/turn_2/reached` has a number for every trajectory, 1
+    if it has this turn and else 0, so that the mean is the share of trajectories with this turn.
 
     Args:
         conversations: the rollout's conversations, finished.
         usage: counters of each tool's calls, by the tool's name.
-        progress: has timed the rollout and its engine steps.
+        progress: the progress bar of this rollout, which has measured its time and that of its engine steps.
         stream: the stream of requests to the engine. It may have the attributes `prompt_tokens`, a count, and
             `cached_tokens`, how many of them the engine found in its prefix cache.
     """

@@ -165,7 +165,8 @@ def obstacle(value: object, error: BaseException) -> str:
 def reply_of(function: Callable[[], object]) -> bytes:
     """Call a function in an actor, and return its result, or the exception that it raised, as bytes for the trainer,
     which decodes them with `result_of`. The bytes are no pickle but plain data (JSON with tags), whose decoding runs no
-    foreign code. A result that has no such form is replaced by a message that names its part."""
+    foreign code. If the result cannot be sent as plain data, the bytes hold an error message that names the part of the
+    result which cannot, and `result_of` raises NotPlainError with it."""
     try:
         value = function()
     except BaseException as error:  # a tool's SystemExit is its error, not the end of this process

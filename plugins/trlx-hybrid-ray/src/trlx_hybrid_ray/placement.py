@@ -550,11 +550,12 @@ def _holders() -> Mapping[str, Mapping[str, Mapping[str, float]]]:
 
 
 def _held(node: Node, holders: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[str]:
-    """Return a line for each holder of a node's resources, with the amounts, for the table of a refusal.
+    """Return a text for each placement group or actor that holds GPUs or CPUs of a node, with the amounts. They are
+    listed in the error message that says why workers could not be placed. What nobody known holds is the last text.
 
     Args:
         node: the node.
-        holders: the amounts that are held, by node id, holder and resource.
+        holders: the amounts that are held, by node id, name of the holder and resource, as `_holders` returns them.
     """
     lines = []
     gpus, cpus = node.gpus - node.free_gpus, node.cpus - node.free_cpus

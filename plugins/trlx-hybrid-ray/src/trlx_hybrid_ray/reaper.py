@@ -50,8 +50,8 @@ KILL_SECONDS = 5.0  # seconds from SIGKILL until a process counts as one that ca
 
 
 class Reaper:
-    """The reaper of this process, the owner: another process, which ends all processes that the owner starts from now
-    on. It does so when the owner is gone or calls `finish`.
+    """The reaper: a helper process that ends all processes which this process (the owner) starts from now on. It does
+    so when the owner is gone or calls `finish`.
 
     Args:
         grace: seconds that descendants have to end by themselves.
@@ -60,7 +60,8 @@ class Reaper:
             processor time; without it, the reaper sleeps until the end.
 
     Attributes:
-        owner: a number that no other process of this machine has: the value of `OWNER_VARIABLE` and `MARKED_LIMIT`.
+        owner: a random number, as text, by which the owner's descendants are recognised. They inherit it as the value
+            of an environment variable (`OWNER_VARIABLE`) and of a resource limit (`MARKED_LIMIT`).
 
     Raises:
         HybridError: the reaper does not start; the message names the node, the reason and the way out.

@@ -195,7 +195,8 @@ class Agreement:
             time.sleep(POLL)
 
     def _enter(self) -> None:
-        """Record in the store that this rank has entered one more collective step."""
+        """Record in torch's rendezvous store that this rank has entered one more collective step, so that others can name
+        the ranks that have not."""
         self._round += 1
         self._store.set(f"at/{self._rank}", str(self._round))  # does not wait for an answer
 
@@ -272,7 +273,8 @@ def model_difference(theirs: Sequence[Mapping[str, tuple[int, ...]]]) -> str | N
 
 
 def plan_difference(theirs: Sequence[Sequence[int]]) -> str:
-    """Return an error message on the first rank that is about to do another weight sync than rank 0.
+    """Return an error message that names the first rank whose planned weight sync differs from rank 0's. At least one
+    rank's must differ, or StopIteration is raised.
 
     Args:
         theirs: for each rank, its weight version, followed by 64-bit digests (hashes) of the transfers that it has

@@ -245,7 +245,7 @@ class MeshLayout(types.Layout):
 @functools.lru_cache(maxsize=16)
 def mesh_coordinates(layout: MeshLayout) -> tuple[Ints, ...]:
     """Return the coordinates of every rank in a layout: dp, pp, fsdp and tp, each int64 of shape (ranks,). Cached,
-    since every parameter class asks for them."""
+    since they are needed for each parameter class (one parameter in all its layers)."""
     return np.unravel_index(np.arange(layout.world), (layout.dp, layout.pp, layout.fsdp, layout.tp))
 
 

@@ -30,8 +30,9 @@ from .sharding import Ints, Sharding, overlap
 
 
 class ModelSharding(Protocol):
-    """The methods of a layout (which rank holds which part of each parameter of a model) that a plan calls.
-    `MeshLayout` has them, and so has a layout that was read from a running model (`LiveSharding`)."""
+    """The interface of a layout (which rank holds which part of each parameter of a model) that planning reads. A plan
+    lists the transfers between ranks that lead from one layout to another. `MeshLayout` has this interface, and so has
+    `LiveSharding`, a layout that was read from a running model."""
 
     @property
     def world(self) -> int:
@@ -220,7 +221,8 @@ def _received(
 
     Returns:
         The numbers of elements from each rank, int64 of shape (ranks,); the number copied from what this rank holds
-            itself; and the layers that it receives from each rank (None for all).
+            itself; and the layers that it receives from each rank. These are None if no choice was needed: it then
+            receives from a rank all layers that the rank holds and it lacks.
 
     Raises:
         ConfigError: no rank holds some of the elements.

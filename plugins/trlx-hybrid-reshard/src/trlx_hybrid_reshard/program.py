@@ -223,7 +223,7 @@ class Staging:
         self._kept = True
 
     def release(self) -> None:
-        """Free the buffers' memory, unless it is kept."""
+        """Free the buffers' memory, unless `keep` was called because a CUDA graph refers to it."""
         if not self._kept:
             for buffer in self._buffers:
                 buffer.untyped_storage().resize_(0)

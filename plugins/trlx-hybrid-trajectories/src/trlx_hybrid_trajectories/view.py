@@ -126,7 +126,8 @@ def facts(recorded: Recorded) -> list[tuple[str, str]]:
 
 
 def turns(recorded: Recorded) -> int:
-    """Return how many turns the model sampled; 0 for a failed trajectory, whose loss mask cannot tell."""
+    """Return how many turns of a trajectory the model sampled, counted as the runs of ones in its loss mask. It is 0
+    for a failed trajectory, whose loss mask is all zeros, however many turns it had."""
     mask = [bool(m) for m in recorded.loss_mask]
     return sum(here and not before for here, before in zip(mask, [False, *mask[:-1]], strict=True))
 

@@ -229,8 +229,8 @@ def observation_field(schema: Schema, given: str | None, server: str) -> str:
         server: the server's address, for messages.
 
     Raises:
-        ConfigError: there is no field `given`, or none is named and there is not exactly one text field beside the name
-            of an MCP tool.
+        ConfigError: there is no field `given`; or `given` is None, and the observations do not have exactly one text
+            field. `tool_name`, the name of an MCP tool, does not count as one.
     """
     fields = [name for name in schema.get("properties") or {} if name not in NO_TEXT]
     if given is None:

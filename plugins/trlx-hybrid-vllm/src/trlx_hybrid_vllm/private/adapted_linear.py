@@ -95,6 +95,16 @@ def with_b_in_torch(product: Tensor, b: Tensor, sizes: list[int], bias: Tensor |
     """Add the adapter's and the bias's share to a layer's output: x·Wᵀ + (x·Aᵀ)·Bᵀ + bias, in torch.
 
     For any dtype and device; `with_b` is the Triton version, with the same arguments and result.
+
+    Args:
+        product: (tokens, rows + spare): x·Wᵀ, then in the spare columns x·Aᵀ for each part of a fused layer, `rank`
+            columns each, and padding.
+        b: (rows, rank), which includes the adapter's scaling.
+        sizes: rows of each part of a fused layer, such as q, k and v; their sum is `rows`.
+        bias: (rows,), or None.
+
+    Returns:
+        (tokens, rows).
     """
     base, low = product[:, : len(b)], product[:, len(b) :]
     its = torch.split(base if bias is None else base + bias, sizes, 1), torch.split(low, b.shape[1], 1)

@@ -171,8 +171,9 @@ def _forget_traced_weights() -> None:
 
     torch.compile leaves what it compiled in the module of the model's class, as a global, and vLLM 0.31's part of it
     keeps the inputs of the trace, with all weights. A next engine of the process would find the first one's memory in
-    use, which vLLM refuses in sleep mode. Once compiled, the inputs serve only to be stored. Python does not list
-    objects that are frozen, as vLLM's are until it shuts down.
+    use, which vLLM refuses in sleep mode. After compilation, the inputs are needed only to store what was compiled in
+    vLLM's cache. Call this after vLLM has shut down: until then its objects are frozen (`gc.freeze`), and
+    `gc.get_objects()`, which finds them here, leaves frozen objects out.
     """
     from vllm.compilation.caching import VllmSerializableFunction
 

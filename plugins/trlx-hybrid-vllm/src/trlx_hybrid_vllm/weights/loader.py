@@ -167,10 +167,11 @@ class _Source:
         return cls(name, weak(tensor.untyped_storage()), start, end)
 
     def begins(self, view: Tensor) -> bool:
-        """Return whether a view begins within this checkpoint tensor, and the tensor still exists.
+        """Return whether a tensor that vLLM's loader reads is a view of this checkpoint tensor: it begins within the
+        range, and the storage still exists. The address of a storage that was freed may belong to another tensor.
 
         Args:
-            view: a tensor whose storage has the address that the checkpoint tensor's storage has or had.
+            view: a tensor whose storage begins at the address at which this checkpoint tensor's storage began.
         """
         return self.start <= view.storage_offset() < self.end and not self.storage.expired()
 

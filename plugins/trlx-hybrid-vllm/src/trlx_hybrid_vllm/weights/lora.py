@@ -271,8 +271,9 @@ class AdapterSlots:
     def reset(self) -> None:
         """Zero all slots and register the adapter with vLLM again; a `write` must follow.
 
-        Must be called after a sleep that freed the weights, since the slots lie in the memory that was freed. So do the
-        buffers that say which token takes which adapter, and vLLM refills these only when the batch's requests change.
+        Must be called after a sleep that freed the weights, since the slots lie in the memory that was freed. The
+        buffers that say which token takes which adapter lie there, too. vLLM refills them only when the batch's
+        requests have changed, or after adapters were registered again.
 
         Raises:
             SyncError: vLLM has no slot for some adapted module, or memory beyond the adapter's rank is not zero.

@@ -53,8 +53,8 @@ def own_rollout(trainer: StockTrainer) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The facts of a run by which each entry of this module's table decides whether it applies: whether the run cannot
-    have the option that the entry is about.
+    """The facts of a run by which each `Refusal` in this module's table decides whether it applies to the run, which
+    then cannot have the option.
 
     Attributes:
         trainer: the trainer.

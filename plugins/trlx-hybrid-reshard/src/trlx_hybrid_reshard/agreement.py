@@ -195,8 +195,8 @@ class Agreement:
             time.sleep(POLL)
 
     def _enter(self) -> None:
-        """Record in torch's rendezvous store that this rank has entered one more collective step, so that others can name
-        the ranks that have not."""
+        """Record in torch's rendezvous store that this rank has entered one more collective step, so that others can
+        name the ranks that have not."""
         self._round += 1
         self._store.set(f"at/{self._rank}", str(self._round))  # does not wait for an answer
 

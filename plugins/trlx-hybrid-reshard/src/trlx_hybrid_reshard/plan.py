@@ -257,7 +257,8 @@ def _sent(source: Sharding, target: Sharding, rank: int, node: Ints) -> tuple[In
 
     Returns:
         The numbers of elements to each rank, int64 of shape (ranks,); this rank's fair share of the elements that must
-            be sent; and the layers that it sends to each rank (None for all).
+            be sent; and the layers that it sends to each rank. These are None if no choice was needed: it then sends to
+            a rank all layers that it holds and the rank lacks.
     """
     if not source.holds(rank):
         return np.zeros(source.world, dtype=np.int64), 0, None

@@ -272,12 +272,13 @@ class Player:
             raise MistakeError("no step gave a reward, and there are no reward_funcs. Give one, or the other.")
 
     async def _with_calls(self, environment: Any, factory: Any, row: Mapping[str, Any]) -> None:
-        """Play an episode of a TRL environment, whose public methods are tools that `answer` calls, and print it.
+        """Play one episode of a TRL environment, an object whose public methods are tools, and print the messages, the
+        tools' results and the reward.
 
         Args:
-            environment: the environment.
-            factory: made the environment; named in messages.
-            row: the dataset's row of the episode.
+            environment: the object.
+            factory: makes a second environment, to check that both show the same after `reset`.
+            row: the dataset row that the episode is for; its prompt begins the conversation.
         """
         self._require_methods(environment, "reset")
         public = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction) if name[0] != "_"]

@@ -216,8 +216,8 @@ def _probe(value: Any, words: _Words, depth: int) -> Any:
 
 
 def _shape(value: Any, depth: int) -> Any:
-    """Return a hashable description of a value's structure: its types and keys, but neither its texts nor the number of
-    items in lists. A chat template treats values with equal descriptions alike.
+    """Return a hashable description of a value's structure: types and keys, but no texts, numbers or lengths of lists.
+    Values that a chat template is likely to treat alike have equal descriptions, e.g. two lists that hold only texts.
 
     Args:
         depth: how many nested levels are described; a deeper value counts as a text.

@@ -35,8 +35,8 @@ class RolloutConfig:
     Attributes:
         tp_size: tensor-parallel ranks of one engine.
         pp_size: pipeline stages of one engine.
-        dp_type: the text "none" for a single engine, which takes all processes; None, the default, for as many engines
-            as fit into the processes. There are no other values.
+        dp_type: how many engines there are. None, the default: as many as fit into the processes. The text "none": a
+            single engine, which takes all processes. Any other value raises ConfigError.
     """
 
     tp_size: int = 1

@@ -130,8 +130,8 @@ class FirstStep:
         self._done = False
 
     def begins(self, optimizer: Optimizer) -> None:
-        """Record a checksum of the trained weights before one of the first optimizer steps, so that `ended` can check
-        that the step changed them. Call it when the step's learning rate is set."""
+        """Record a checksum of the trained weights before an optimizer step, so that `ended` can tell whether the step
+        changed them. Call it when the step's learning rate is set; at a rate of 0 nothing is recorded."""
         self._before = None
         rate = max((float(group.get("lr") or 0) for group in optimizer.param_groups), default=0.0)  # Adafactor has None
         if rate <= 0 or (self._done and self._sizes.over):

@@ -157,16 +157,16 @@ def _cause(policy: Policy) -> str:
 def allowed_gap(
     engine: Engine, policy: Policy, autocast: torch.dtype, nats: float | None = None
 ) -> tuple[float, float]:
-    """Return how far apart the log-probs of engine and trainer may be, by the least precise dtype that either computes
-    in.
+    """Return how far apart the log-probs of engine and trainer may be. The limit follows from the least precise dtype
+    that either of them computes in.
 
     Args:
         autocast: dtype of the trainer's matrix products.
         nats: the largest difference that the user allows for one token, in nats; None or 0 takes the dtype's default.
 
     Returns:
-        The largest difference of one token's log-probs, in nats, and the share of a batch's tokens that may be further
-        apart. If this share is above 0, a few tokens may be, however small the batch is.
+        The largest difference of one token's log-probs, in nats, and the share of a batch's tokens that may differ by
+        more. With a share of 0 no token may; with any other, a few tokens may, however small the batch is.
     """
     dtype = coarsest(engine.dtype, *policy.dtypes, autocast)
     default = QUANTIZED_TOLERANCE if engine.quantized else TOLERANCE.get(dtype, max(TOLERANCE.values()))
@@ -324,8 +324,8 @@ class Rotation:
         self._count, self._next = count, 0
 
     def take(self, items: Sequence[Item]) -> list[Item]:
-        """Return as many items as each turn has, or all if there are fewer: those that follow the items of the last
-        call, from the first again after the last."""
+        """Return the next items in turn: as many as the constructor's `count`, or all if there are fewer. Each call goes
+        on after the last item of the previous call, and from the end to the start."""
         if not items:
             return []
         start = self._next % len(items)

@@ -56,12 +56,12 @@ class Place:
     Attributes:
         epoch: number of the current epoch.
         first_step: optimizer steps done when the epoch began.
-        sized: whether the length of an epoch is known. If it is, transformers finds the position by itself.
+        sized: whether the length of an epoch is known. If it is, transformers itself skips to the position on resuming.
         begin: (n,) uint8 states of the sampler's generators before the epoch.
         now: the generators' states when the checkpoint is written: before the next epoch, if this one is over.
         micro_batch: micro-batches that the run has trained on, TRL's `_step`.
-        kept: whether the checkpoint contains the rollout: it does where later steps still train on it, and each rank
-            has written its part.
+        kept: whether later steps still train on the latest rollout; each rank then has written its own part of that
+            rollout into the checkpoint, unless the part has values that cannot be saved.
         settings: the arguments that decide the order, by name, and facts of the dataset.
     """
 

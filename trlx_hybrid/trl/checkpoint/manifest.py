@@ -126,8 +126,8 @@ def fault(checkpoint: Path, manifest: Manifest) -> str | None:
 
 
 def digest(file: Path) -> tuple[int, str]:
-    """Return a file's size in bytes, and a CRC-32 as hexadecimal digits. The CRC-32 covers only some parts of a large
-    file, those that `parts` yields."""
+    """Return a file's size in bytes, and a CRC-32 as hexadecimal digits. Of a large file the CRC covers only the
+    beginning, the end and samples in between, which `parts` yields."""
     found = 0
     with file.open("rb", buffering=0) as opened:
         size = os.fstat(opened.fileno()).st_size

@@ -267,13 +267,12 @@ def _round(
     numbers: Sequence[int | None],
     sample: Callable[[list[Any]], Any],
 ) -> Round:
-    """Sample and score one round of prompts as TRL would, and let the algorithms decide which groups are kept. A batch
-    takes further rounds until it has enough groups.
+    """Sample and score one round as TRL would, and let the algorithms decide which groups are kept. A round is one
+    sampling of prompts; a training batch takes several if the algorithms keep too few groups.
 
     Args:
-        rows: this rank's rows.
-        numbers: for each group of all ranks, the number of its row in the dataset; None where TRL's data loader drew
-            it.
+        rows: this rank's dataset rows of the round.
+        numbers: for each group of all ranks, the number of its row in the dataset; None where it is not known.
         sample: a function that samples the completions of prompts, as TRL's `_generate`.
     """
     session, prompts = run.session, [row["prompt"] for row in rows]
@@ -331,7 +330,8 @@ def _as_generated(batch: Sequence[SampledRow], columns: Sequence[str]) -> Any:
 
 
 def _together(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a batch's rounds of sampling so far, combined with those of one more round: the sum for
-    metrics in SUMMED, the concatenation for lists, and the latest value for all others."""
+    """Return the metrics of a training batch, combined from those of its earlier rounds, `before`, and those of one
+    more round, `now`. A round is one sampling of prompts. Metrics in SUMMED are added, lists are concatenated, and of
+    all others the latest value is taken."""
     both = before.keys() & now.keys()
     return {**before, **now} | {n: before[n] + now[n] for n in both if n in SUMMED or isinstance(now[n], list)}

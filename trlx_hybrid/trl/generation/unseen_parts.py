@@ -86,8 +86,8 @@ def _called(function: Any) -> Any:
 
 
 def _is_trls(function: Any) -> bool:
-    """Return whether a reward function is TRL's own. A user's wrapper around one does not count, whatever its name: it
-    may already show the function those parts of a completion that the warning is about."""
+    """Return whether a reward function is one of TRL's that read only a message's `content`, of which `warn` warns. A
+    user's wrapper around one does not count: the wrapper may already pass it the parts that it would not see."""
     return getattr(function, "__module__", None) in READS_FIRST and not hasattr(function, "__wrapped__")
 
 

@@ -301,8 +301,9 @@ def _epoch(trainer: StockTrainer) -> tuple[int, int]:
 
 
 def _added(before: list[float], after: list[float]) -> list[Any]:
-    """Return how a metric's list changed between two moments, for a recording: `[False, values]` for values that were
-    appended, `[True, values]` for all values where earlier ones were changed too, an empty list for no change."""
+    """Return how a metric's list changed between two moments, for a recording: `[replaced, values]`. If `after` begins
+    with `before`, `replaced` is False and the values are those appended since; otherwise `replaced` is True and the
+    values are the whole of `after`. An empty list means no change."""
     if after[: len(before)] != before:
         return [True, list(after)]
     return [False, after[len(before) :]] if len(after) > len(before) else []

@@ -1,5 +1,5 @@
-"""The comparison of the engine's log-probs with the trainer's. Now and then, and where they differ too much, one row is
-scored once more by itself, which tells how far the micro-batch's shape is the cause."""
+"""The comparison of the engine's log-probs with the trainer's. Where they differ too much, the row that differs most
+is scored once more by itself, which tells whether the micro-batch's shape is the cause."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def _again(
     trainer: StockTrainer, run: RunState, batch: Mapping[str, Any]
 ) -> Callable[[tuple[float, float]], str | None]:
     """Return a function that `WeightVersions.check_batch` calls where log-probs of engine and trainer differ too much.
-    It takes the allowed differences. It picks the row that differs most, scores this row by itself, and returns a text
-    if the micro-batch's shape is the cause, or None.
+    It takes the allowed differences, picks the row with the largest difference, and scores that row once more, alone.
+    It returns a text for the error message if the micro-batch's shape is the cause, else None.
 
     Args:
         batch: this rank's rows.

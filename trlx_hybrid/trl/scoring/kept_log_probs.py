@@ -53,8 +53,8 @@ def scoring_over(kept: KeptTokens | None, scored: Tensor, masses: list[Tensor], 
 
 
 class _Head:
-    """A stand-in for TRL's autograd function `_ChunkedLogProbFunction`, of which TRL's LM head only calls `apply`. Here
-    it computes log-probs over the kept ids (left by top-k and the like) instead of the whole vocabulary."""
+    """An object in the place of TRL's autograd function `_ChunkedLogProbFunction`. TRL calls only `apply`, which here
+    computes log-probs over the kept ids (those that top-k, top-p and the like left) and not over the vocabulary."""
 
     def __init__(self, kept: KeptTokens, scored: Tensor, masses: list[Tensor], trl: Any) -> None:
         self._trl = trl
@@ -185,9 +185,9 @@ def _columns(masks: Tensor, start: int, end: int) -> Tensor:
 
 
 class KeptLogProbs(torch.autograd.Function):
-    """An autograd function that computes, for each of N tokens, its log-prob and the entropy over its kept ids (those
-    that top-k, top-p and the like left), and the logarithm of the probability that these ids have together in the
-    distribution over the whole vocabulary. The last has no gradient."""
+    """An autograd function that computes, for each of N tokens, log-prob and entropy over the token's kept ids (those
+    that top-k, top-p and the like left), and the logarithm of the probability that its kept ids together have in the
+    whole distribution. That logarithm has no gradient."""
 
     @staticmethod
     def forward(

@@ -65,8 +65,8 @@ def number(micro_batches: Sequence[dict[str, Any]]) -> None:
 
 
 def keep(micro_batch: dict[str, Any], scores: Scores) -> None:
-    """Store in a micro-batch the scores that its loss is computed from, so that `as_drawn` can give them to the
-    micro-batches that TRL drew. Does nothing where rows were not moved between micro-batches."""
+    """Store scores in the micro-batch whose loss is computed from them, so that `as_drawn` can give them to the
+    micro-batches that TRL drew. Does nothing unless rows were put into other micro-batches than TRL drew them in."""
     if ROW in micro_batch:
         micro_batch[LOG_PROBS] = scores.log_probs.detach()
         if scores.entropies is not None:

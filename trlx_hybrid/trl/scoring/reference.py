@@ -119,8 +119,8 @@ def _copies(active: list[str]) -> dict[str, str]:
 
 
 def _held_twice(layer: Any, active: list[str]) -> Iterator[tuple[list[nn.Parameter], list[nn.Parameter]]]:
-    """Yield, for each active adapter of a PEFT layer, its trained parameters and those of its frozen copy, which is the
-    reference model's, as two lists in the same order."""
+    """Yield, for each active adapter of a PEFT layer, the adapter's trained parameters and those of its frozen copy,
+    which serves as the reference model, as two lists in the same order."""
     held = defaultdict[str, list[nn.Parameter]](list)
     for name, parameter in held_by(layer):
         held[name].append(parameter)

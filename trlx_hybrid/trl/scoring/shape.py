@@ -135,12 +135,12 @@ def furthest(batch: Mapping[str, Any], nats: float) -> int:
 
 
 def fault(one: Mapping[str, Any], scored: Tensor, row: int, allowed: tuple[float, float]) -> str | None:
-    """Return a text that blames the micro-batch's shape for a difference of engine and trainer, or None. The shape is
-    to blame if the row's log-probs differ too much as they were scored in the micro-batch, and not as they are when
-    the row is scored alone.
+    """Return a text if a row shows that engine and trainer differ because of the micro-batch's shape, else None. It
+    shows this if the trainer's log-probs differ too much from the engine's as the row was scored in the micro-batch,
+    but not as it is scored alone.
 
     Args:
-        one: the row as a batch of size 1, which `alone` returns.
+        one: the row as a batch of size 1, from `alone`, with the engine's log-probs and those from the micro-batch.
         scored: (1, T), the trainer's log-probs of the row alone.
         row: the row's number, for the text.
         allowed: the largest difference of one token's log-probs that is allowed, in nats, and the share of tokens that

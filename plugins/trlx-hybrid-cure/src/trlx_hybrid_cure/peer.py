@@ -342,8 +342,8 @@ def plain(value: Remote) -> list[Any]:
 
 
 def converting(name: str) -> Callable[..., object]:
-    """Return a special method for the class `Remote`, a proxy of an object in another process. The method has that
-    process carry out the operation on the object, and returns the result.
+    """Return a special method for the class `Remote`, which stands for an object in another process. The method lets
+    that process carry out an operation on the object, and returns the result.
 
     Args:
         name: name of the operation, such as "len" for the method `__len__`.

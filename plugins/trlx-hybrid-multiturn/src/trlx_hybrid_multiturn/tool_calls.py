@@ -96,8 +96,8 @@ def _content(name: str, outcome: Outcome, conversation: Conversation) -> object:
     Args:
         name: name of the tool.
         outcome: the call's outcome.
-        conversation: the call's conversation, whose count of errors is increased, or its count of results from which
-            characters that no tokenizer accepts (lone surrogates) had to be removed.
+        conversation: the conversation of the call. This function increases its count of failed calls, or its count of
+            results from which characters that no tokenizer accepts (lone surrogates) had to be removed.
 
     Raises:
         LostCallError: the call has neither result nor error, and not by the tool's own fault.

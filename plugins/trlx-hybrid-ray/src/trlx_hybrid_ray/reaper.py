@@ -98,12 +98,12 @@ class Reaper:
 
 
 def _watching(arguments: list[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start the reaper: a process that runs `main`, waits for the end of the owner (the process that asks for it), and
-    then ends what the owner has started. Return it once it has said that it watches.
+    """Start the reaper, a process that runs `main`: it watches another process, the owner, and ends the owner's
+    descendants when the owner is gone. Return the started process once the reaper has said that it watches.
 
     Args:
         arguments: the arguments of `main`, as text.
-        environment: the environment of the process, without the variable that marks what the owner has started.
+        environment: the environment of the process, without the variable that marks the owner's descendants.
 
     Raises:
         OSError, subprocess.SubprocessError: the process does not start.

@@ -98,8 +98,8 @@ class Parameter:
 
     @property
     def extent(self) -> tuple[int, ...]:
-        """The shape of this parameter stacked over all layers that have it, (layers, *shape). The index ranges of a
-        reshard plan refer to this shape."""
+        """The shape of this parameter stacked over all layers that have it, (layers, *shape). The index ranges in the
+        plans of a weight sync refer to this shape."""
         return (len(self.layers), *self.shape)
 
     @property

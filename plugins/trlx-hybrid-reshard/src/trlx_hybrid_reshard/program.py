@@ -412,13 +412,13 @@ class _Places:
         return total
 
     def bucket(self, staging: Staging, number: int, sends: list[Message], receives: list[Message]) -> BucketViews:
-        """Prepare one bucket, whose messages move together: make the views of tensors that its messages send and
-        receive, and the copies that pack and unpack them.
+        """Prepare the transfers of one bucket, a set of messages that are sent together: make views of the tensors that
+        are sent or received, and the copies that pack them into `staging` or unpack them from there.
 
         Args:
             staging: the buffers for messages that need packing or unpacking.
             number: the number of the bucket.
-            sends, receives: its messages.
+            sends, receives: the bucket's messages that this rank sends and receives.
         """
         bucket = BucketViews()
         start = 0

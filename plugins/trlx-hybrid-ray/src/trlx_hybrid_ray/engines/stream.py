@@ -266,8 +266,8 @@ class Router:
         return len(self._requests[server])
 
     def lose(self, server: int) -> list[int]:
-        """Remove a dead engine, and return the keys of its requests in the order of their arrival, so that they can be
-        assigned again. Trajectories whose turns all went to this engine may then go to any other.
+        """Remove a dead engine, and return the keys of its unfinished requests in the order of their arrival, so that
+        they can be assigned again. Trajectories that were bound to this engine may then go to any other.
 
         Args:
             server: the engine's number.

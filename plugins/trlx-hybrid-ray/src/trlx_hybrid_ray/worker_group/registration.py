@@ -57,9 +57,9 @@ class Registered:
 
     @property
     def entry(self) -> str:
-        """The name of the actor's method that the group calls. Where the dispatch (how a call is spread over the
-        workers) uses the results of only some workers, the name is that of a wrapper, which returns None on the others.
-        The method itself stays unchanged, for the worker's own use."""
+        """The name of the actor's method that the group calls. Where the dispatch (how arguments reach the workers and
+        results are collected) uses the results of some workers only, this names a wrapper, which returns None on the
+        other workers. The method itself stays unchanged, for the worker's own calls."""
         return f"{self.name}__answer" if self.dispatch in ("broadcast", "scatter") else self.name
 
 

@@ -266,7 +266,8 @@ def report(
 
 
 def _table(found: Forecast) -> Iterator[str]:
-    """Yield the lines of a forecast's table: how many bytes each rank receives, sends and copies."""
+    """Yield the lines of the table, in a weight sync's forecast, of the bytes that each rank sends, receives and
+    copies."""
     yield "rank        " + "  ".join(map(str.rjust, COLUMNS, WIDTHS))
     for rank in found.ranks[:WIDEST]:
         yield _row(str(rank["rank"]), [rank[f"{field}_bytes"] for field in FIELDS])

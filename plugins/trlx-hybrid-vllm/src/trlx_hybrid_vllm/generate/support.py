@@ -45,15 +45,13 @@ class KeptIds:
         self._words: defaultdict[str, dict[int, Words]] = defaultdict(dict)  # by request and place in its sequence
 
     def open(self, forbidden: Sequence[int]) -> None:
-        """Begin to record, for a rollout, the ids that each token is sampled from.
-
-        Args:
-            forbidden: ids that a logit bias forbids in all of its requests.
-        """
+        """Set, for the rollout that starts, the ids that a logit bias forbids in all of its requests: they are left out
+        of what is recorded."""
         self.forbidden = forbidden
 
     def close(self) -> None:
-        """Drop the ids of all requests, such as aborted ones, that nobody took; called after the last request."""
+        """Forget what was recorded of requests whose ids nobody took, such as aborted ones. Called after a rollout's
+        last request."""
         self._words.clear()
 
     def returned(self, request_id: str, prompt_tokens: int, ids: Ids) -> None:
@@ -112,13 +110,14 @@ class CapturedIds(KeptIds):
         self._rows = SampledRows(runner, self._sampled)
 
     def open(self, forbidden: Sequence[int]) -> None:
-        """Start collecting for a rollout; `forbidden` are ids that a logit bias forbids in all of its requests."""
+        """Start collecting for a rollout; `forbidden` are ids that a logit bias forbids in all of its requests, which
+        are left out of what is recorded."""
         super().open(forbidden)
         self._rows.active = True
 
     def close(self) -> None:
-        """Stop collecting after the last request of a rollout, and drop what was collected for requests that nobody
-        took it of."""
+        """Stop collecting after a rollout's last request, and forget what was recorded of requests whose ids nobody
+        took."""
         super().close()
         self._rows.active = False
 

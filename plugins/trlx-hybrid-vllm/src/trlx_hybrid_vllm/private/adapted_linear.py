@@ -328,8 +328,8 @@ def joining(plain: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Mod
 
 
 def join(layer: BaseLinearLayerWithLoRA) -> None:
-    """Move A of one of vLLM's LoRA layers into the spare rows below the layer's weight, so that one product computes
-    both, and change the layer's class to a `Joined` one, which does that. In place.
+    """Move the A of one of vLLM's LoRA layers into the spare rows behind its weight's last row, so that one matrix
+    product computes both. Changes the layer's class, in place, to a subclass of `Joined` that computes so.
 
     Does nothing if the weight is quantised or has no spare rows.
     """

@@ -53,10 +53,11 @@ class IdCollector(Protocol):
     """Interface of a collector of the ids that each token is sampled from (what top-k, top-p and min-p leave)."""
 
     def open(self, forbidden: Sequence[int]) -> None:
-        """Prepare for a rollout; `forbidden` are ids that a logit bias forbids in all of its requests."""
+        """Prepare to record the ids of a rollout that starts; `forbidden` are ids that a logit bias forbids in all of
+        its requests, which are left out of the record."""
 
     def close(self) -> None:
-        """Forget the ids that were collected for requests of which nobody took them, such as aborted ones."""
+        """Forget what was recorded of requests whose ids nobody took, such as aborted ones."""
 
     def returned(self, request_id: str, prompt_tokens: int, ids: Ids) -> None:
         """Record the ids that a request's next token was sampled from.

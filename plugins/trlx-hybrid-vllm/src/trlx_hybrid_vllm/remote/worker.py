@@ -144,8 +144,8 @@ class Routes:
 
     @classmethod
     def learned(cls, names: Sequence[str], servers: Sequence[Sequence[Any]]) -> Routes:
-        """Make the routes (which slices of which checkpoint tensors each worker needs) from the results of
-        `served_learn`, in which each worker of each server says what its weight loader took.
+        """Make the `Routes` (which slices of each checkpoint tensor each worker of a server keeps) from the results of
+        `served_learn`, in which each worker says what its weight loader keeps.
 
         Args:
             names: the checkpoint tensors' names, in the order given to `served_learn`.

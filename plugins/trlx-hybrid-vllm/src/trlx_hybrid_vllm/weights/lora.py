@@ -497,10 +497,10 @@ class Slot:
 
 
 def factors_of(slots: Sequence[Slot], adapter: str) -> list[tuple[Tensor, Tensor, float]]:
-    """Return PEFT's A (r, in), B (out, r) and scaling for each of vLLM's LoRA slots, the tensors in which the engine
-    keeps A and B of one adapted layer. Collective where the policy is sharded.
+    """Return PEFT's A (r, in), B (out, r) and scaling of each adapted layer. Collective where the policy is sharded.
 
     Args:
+        slots: for each adapted layer, PEFT's layer and the memory in vLLM that holds its adapter.
         adapter: the adapter's name in PEFT.
     """
     factors = whole([weight for s in slots for weight in weights_of(s.layer, adapter)])

@@ -85,11 +85,8 @@ class WeightMap:
                 self.pieces[name] = joined(found)
 
     def memory_of(self, piece: PlacedBox) -> Tensor:
-        """Return the engine's memory that holds a part of a parameter, as a view in the part's shape.
-
-        Args:
-            piece: the part: a box, which is one index range per dimension.
-        """
+        """Return the engine's memory that holds `piece`, a part of a parameter with one index range per dimension, as a
+        view in the part's shape."""
         return piece.memory.of(self.loader.tensors[piece.parameter].data)
 
 

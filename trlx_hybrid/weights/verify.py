@@ -324,8 +324,8 @@ class Rotation:
         self._count, self._next = count, 0
 
     def take(self, items: Sequence[Item]) -> list[Item]:
-        """Return the next items in turn: as many as the constructor's `count`, or all if there are fewer. Each call goes
-        on after the last item of the previous call, and from the end to the start."""
+        """Return the next items in turn: as many as the constructor's `count`, or all if there are fewer. Each call
+        goes on after the last item of the previous call, and from the end to the start."""
         if not items:
             return []
         start = self._next % len(items)

@@ -224,7 +224,8 @@ class KeptTokens:
         return replace(self, words=self.words[first:last].to(device), bounds=bounds.to(device))
 
     def repeated(self, times: int) -> KeptTokens:
-        """Return a `KeptTokens` in which each row comes `times` times, one after the other."""
+        """Return a `KeptTokens` with each row repeated `times` times in succession (a, a, b, b), as `repeat_interleave`
+        does."""
         return replace(self, bounds=self.bounds.repeat_interleave(times, dim=0))
 
     def masks(self) -> Tensor:

@@ -266,11 +266,12 @@ def _resource(part: Any) -> str | None:
 
 
 def _block(part: Any) -> Any:
-    """Return an item of a tool's list as a text block where it is a content object of MCP, or the JSON of an MCP image
-    or audio; else the item itself.
+    """Convert one item of a list that a tool returned. A content object of MCP (Model Context Protocol), or the dict of
+    an MCP image or audio, becomes a text block: with its text, or with its kind, such as "[image image/png]". Any other
+    item is returned unchanged.
 
     Raises:
-        UnshowableError: an image block has no image.
+        UnshowableError: the item is a dict of type "image" without an image.
 
     Source: the Model Context Protocol's schema of 2025-06-18, `ContentBlock`.
     """

@@ -80,8 +80,11 @@ def class_name(kind: type) -> str:
 
 
 def find_class(name: str) -> type | None:
-    """Return a class by its name, if this process has imported its module, else None. Imports nothing. Names in old
-    recordings may be those of modules that have moved since."""
+    """Return the class with a name such as `module:Class`, or None if this process has not imported the module or it has
+    no such class. Imports nothing.
+
+    The module may have its former name, as in old recordings: it is replaced by the present one.
+    """
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(MOVED.get(module, module))
     for part in path.split("."):

@@ -91,8 +91,8 @@ class Offload:
             The bytes whose copies started.
 
         Raises:
-            torch.OutOfMemoryError: the device is full. Storages that got memory before the error return; the rest is
-                still offloaded.
+            torch.OutOfMemoryError: the device is full. Tensors that had got memory before the error are copied back
+                all the same; the others stay offloaded.
         """
         self._forget_dead()
         self._one_segment()

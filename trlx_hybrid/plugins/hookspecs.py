@@ -97,9 +97,9 @@ def trlx_rollout_end(session: Run, trajectories: Sequence[Trajectory]) -> None:
 def trlx_log(session: Run, metrics: dict[str, float]) -> None:
     """Observe a line of the trainer's log: what TRL, transformers and `session.metrics` put into it.
 
-    Called on every rank whenever the trainer logs (`logging_steps`, evaluations, the end of training), with what its
-    callbacks are given as `logs`; `session.step` is the line's step. `metrics` is a copy: changes are not logged.
-    Returns nothing.
+    Called on every rank whenever the trainer logs (`logging_steps`, evaluations, the end of training). `metrics` is a
+    copy of the dict that transformers passes to a callback's `on_log` as `logs`: changes are not logged. `session.step`
+    is the line's step. Returns nothing.
     """
 
 

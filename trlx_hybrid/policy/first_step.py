@@ -153,8 +153,8 @@ class FirstStep:
 
         Raises:
             SyncError: no bit of any trainable weight has changed on any rank; or unsharded weights differ between
-                ranks; or gradient checkpointing keeps gradients from some weights; or the step moved weights further
-                than its learning rate can.
+                ranks; or some weights can never get a gradient, because of gradient checkpointing; or the step moved
+                weights further than its learning rate can.
         """
         before, self._before = self._before, None
         self._blocks.close()
@@ -212,7 +212,7 @@ class FirstStep:
             step: number of optimizer steps before this one, for messages.
 
         Raises:
-            SyncError: on some rank, gradient checkpointing keeps the gradients from some parameters.
+            SyncError: on some rank, some parameters can never get a gradient, because of gradient checkpointing.
         """
         without = {name: p for name, p in self._trained.items() if p.grad is None}
         if len(without) == len(self._trained):

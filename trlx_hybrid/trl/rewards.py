@@ -144,11 +144,12 @@ def _name_of(function: Any) -> str:
 
 @contextmanager
 def _naming(name: str, given: Mapping[str, Any]) -> Iterator[None]:
-    """Return a context that adds a note with the reward function's name to an error raised inside. The exception itself
-    stays the same, for scripts that catch it.
+    """Return a context that adds a note to an error raised inside: the reward function's name, the number of
+    completions, and the names of the arguments. The exception itself stays the same, for scripts that catch it.
 
     Args:
-        given: the arguments that the function was called with, by name.
+        name: the reward function's name.
+        given: the arguments that the function is called with, by name.
     """
     try:
         yield

@@ -244,11 +244,12 @@ def _draw(trainer: StockTrainer, count: int) -> list[int]:
 
 
 def _rows_here(trainer: StockTrainer, groups: Sequence[Any], columns: Collection[str]) -> Rows:
-    """Return this rank's rows, with each prompt repeated for its group.
+    """Return this rank's rows of the dataset, as dicts. The row of each prompt comes once for each completion of the
+    prompt's group.
 
     Args:
-        groups: for each group of all ranks its row, or that row's number in the dataset.
-        columns: columns that the rows get.
+        groups: one entry for each group, over all ranks: the row of its prompt, or that row's number in the dataset.
+        columns: names of the columns that the returned rows have.
     """
     ranks, size = trainer.session.ranks, trainer.num_generations
     share = len(groups) * size // ranks.world

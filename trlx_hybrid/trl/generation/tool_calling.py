@@ -149,8 +149,11 @@ def check_images(trainer: StockTrainer, generated: Any) -> None:
     """Check that all ranks can train on the images of a batch. Collective where the model takes images.
 
     All ranks gather sharded vision towers together, so a rank that skipped its tower would leave the others waiting.
-    And TRL gathers images for its logs only on the ranks that have any: this sets `log_multimodal` to False where some
-    ranks have none, and the caller must restore it afterwards.
+    And TRL gathers images for its logs only on the ranks that have any, which would also wait for ever. If some ranks
+    have images and others have none, `trainer.log_multimodal` is therefore set to False; the caller must restore it.
+
+    Args:
+        generated: the result of TRL's `_generate`, whose last item but one is the list of images of each row, or None.
 
     Raises:
         ConfigError: the tower is sharded, and some rows have images and others have none.

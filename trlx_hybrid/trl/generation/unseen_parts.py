@@ -26,8 +26,9 @@ READS_FIRST = ("trl.rewards.format_rewards", "trl.rewards.accuracy_rewards")
 def warn(
     functions: Any, prompt_ids: Sequence[Sequence[int]], processor: Any, parse: Callable[..., Any], tools: bool
 ) -> None:
-    """Warn of TRL's reward functions that cannot see the part of a completion which they reward. Called for a run's
-    first batch, whose rendered prompts show it.
+    """Warn of TRL's own reward functions that look for text which the completions they are given cannot contain. An
+    example is `think_format_reward`, if the chat template writes `<think>` at the end of the prompt. Called for a run's
+    first batch, because the templates' effect can be seen in its rendered prompts.
 
     Args:
         functions: the trainer's `reward_funcs`.

@@ -69,8 +69,9 @@ def measure(trainer: StockTrainer, run: RunState, micro_batch: Mapping[str, Any]
 
 
 def _comparable(trainer: StockTrainer, run: RunState, batch: Mapping[str, Any]) -> bool:
-    """Return whether single rows of a batch can be scored once more alone, and whether trainer and engine should then
-    agree up to rounding."""
+    """Return True if single rows of a batch can be scored once more alone, and their log-probs should then agree with
+    the engine's up to rounding. Asked before a row is scored alone to find out whether a difference comes from the
+    micro-batch's shape."""
     session, replayed = run.session, None if run.replay is None else run.replay.facts
     return (
         (not session.selection.stock or replayed is not None)

@@ -49,14 +49,14 @@ def reads_old(trainer: StockTrainer) -> bool:
 def defers(
     trainer: StockTrainer, session: Session, in_one_step: Callable[[], bool], say: Callable[[str], None]
 ) -> bool:
-    """Return whether the old log-probs of the rollout that begins will be taken from the first forward passes of its
-    losses, instead of a forward pass of their own.
+    """Return whether the old log-probs of the rollout that begins will be taken from the first forward pass of each
+    micro-batch's loss, which saves a forward pass of their own. In training that is only so if one optimizer step uses
+    the whole rollout, and if the model's forward passes are not random.
 
     Args:
-        in_one_step: returns whether the optimizer step that runs now is going to use all micro-batches of the rollout;
-            else the weights will have changed before the last rows.
-        say: called with the reason, as text, where the model rules it out because its forward passes are random, as
-            with dropout.
+        in_one_step: returns whether the current optimizer step will use all micro-batches of the rollout. If not, the
+            weights change before the last of them are scored.
+        say: called with a text if the answer is False because the forward passes are random, as with dropout.
     """
     if not session.scoring.deferred or session.scores_apart is not None or not reads_old(trainer):
         return False

@@ -52,7 +52,8 @@ class JoinedPass:
 
     @property
     def taken(self) -> bool:
-        """True once every micro-batch has taken its scores."""
+        """True once `take` has returned the scores of every micro-batch. When the last micro-batch's loss is computed,
+        too, `backward` can be called."""
         return not self._waiting
 
     def backward(self) -> None:

@@ -112,13 +112,15 @@ def refuse_too_many(size: int, setting: str | None) -> None:
 
 
 def require(micro_batch: Mapping[str, Any], setting: str | None) -> None:
-    """Check that a micro-batch says for each token which ids were kept, before it is scored over them.
+    """Check that a micro-batch holds, for each token, the ids that truncated sampling (top-k, top-p, min-p) kept, so
+    that log-probs can be computed over these ids only.
 
     Args:
-        setting: the sampling setting that left ids out, for the message.
+        micro_batch: TRL's tensors, by name; the ids are under the keys WORDS and BOUNDS.
+        setting: the sampling setting that left the other ids out, such as "top_k=50"; for the message.
 
     Raises:
-        ConfigError: the micro-batch does not say which ids were kept.
+        ConfigError: one of the two keys is missing.
     """
     if not {WORDS, BOUNDS} <= micro_batch.keys():
         raise ConfigError(

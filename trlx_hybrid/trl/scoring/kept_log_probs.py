@@ -98,7 +98,12 @@ class _Head:
         return log_probs, entropies if "entropy" in outputs else None, None, None, None
 
     def end(self) -> None:
-        """Raise a ComponentError unless exactly the given positions were scored."""
+        """Check, after a scoring call, that the model has passed to `apply` as many positions as there are kept ids for:
+        with more or fewer, kept ids were used for wrong tokens.
+
+        Raises:
+            ComponentError: the two numbers differ.
+        """
         if self._at != self._of:
             raise ComponentError(
                 f"A model scored {self._at} tokens, and the support of {self._of} is known. What scores must compute "

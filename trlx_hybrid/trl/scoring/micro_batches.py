@@ -79,9 +79,15 @@ def kept(micro_batch: Mapping[str, Any]) -> Scores:
 
 
 def as_drawn(micro_batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Put regrouped rows back into the micro-batches that TRL drew, with the scores that `keep` stored; the scores are
-    removed from the given micro-batches. Return an empty list if a micro-batch has none, because its loss was computed
-    without them."""
+    """Return the micro-batches as TRL drew them, with their rows in the order before regrouping. Each holds the scores
+    that `keep` stored when the losses of the regrouped ones were computed.
+
+    Args:
+        micro_batches: all regrouped micro-batches of a rollout; the scores are removed from them.
+
+    Returns:
+        The micro-batches; an empty list if `keep` was not called for one of them.
+    """
     if not all(LOG_PROBS in micro_batch for micro_batch in micro_batches):
         return []
     places = torch.cat([micro_batch[ROW] for micro_batch in micro_batches]).argsort()

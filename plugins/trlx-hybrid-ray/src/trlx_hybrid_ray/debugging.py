@@ -23,7 +23,7 @@ DISTRIBUTED, LEGACY = "1", "legacy"
 
 
 def wanted() -> bool:
-    """Return whether the user asks for a debugger."""
+    """Return whether the user asks for one of Ray's debuggers, by setting `RAY_DEBUG` to 1 or legacy."""
     return os.environ.get(CHOICE) in (DISTRIBUTED, LEGACY)
 
 

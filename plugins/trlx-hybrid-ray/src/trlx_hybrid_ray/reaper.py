@@ -236,8 +236,12 @@ class Segments:
         self._created = _names_created(SHARED_MEMORY)
 
     def look(self) -> None:
-        """Record the new segments that the process or a descendant maps; call it often. Where no new name has appeared
-        in /dev/shm, it reads nothing about processes, of which there may be thousands."""
+        """Record the new shared-memory segments in /dev/shm that the process or a descendant maps, so that `remove` can
+        remove them later.
+
+        Call it often: a process that ends between two calls may leave a segment that no call has seen. A call is cheap
+        if no new name has appeared in /dev/shm: then it inspects no processes.
+        """
         now = time.monotonic()
         with suppress(OSError):
             names = filter(SEGMENT.fullmatch, os.listdir(SHARED_MEMORY))

@@ -20,7 +20,12 @@ of a node inherit them, so a path in them must be valid on that node."""
 
 
 def make(folder: Path) -> Path:
-    """Write a new token to a file that only its owner can read, and return the file's path."""
+    """Make a random token for a Ray cluster, write it to the new file `token` in a folder, and return the file's path.
+    Only the file's owner can read it.
+
+    Raises:
+        FileExistsError: the folder has a file of that name.
+    """
     path = folder / "token"
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_hex(32))

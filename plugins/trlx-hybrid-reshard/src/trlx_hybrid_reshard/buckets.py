@@ -29,12 +29,13 @@ class Buckets:
     """The schedule of a reshard: the number of the bucket in which each part of each parameter moves. A bucket is a
     limited number of bytes that are sent together.
 
-    The tuples have one entry per parameter class, that is, per parameter of the model with all its layers.
+    A parameter class is one parameter, such as `q_proj.weight`, in all layers. The tuples `rounds`, `by_source` and
+    `numbers` have one entry per class.
 
     Attributes:
-        rounds: the number of rounds in which one layer of the class moves, each with another share of its rows.
-        by_source: whether the shares are cut from the ranks' parts before the reshard, rather than from those after it.
-        numbers: for each class, the bucket numbers, int64 of shape (layers of a pipeline stage, rounds).
+        rounds: into how many shares the rows of one layer are cut. In each round one share of every rank moves.
+        by_source: True if the ranks' parts before the reshard are cut into the shares, False if those after it are.
+        numbers: the bucket numbers, int64 of shape (layers of a pipeline stage, rounds).
         count: the number of buckets.
         staged: the bytes of the fullest bucket that need a staging buffer, because they cannot be sent from or received
             into their final place.

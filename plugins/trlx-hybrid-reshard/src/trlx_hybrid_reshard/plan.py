@@ -365,10 +365,11 @@ def to_receive(source: Sharding, target: Sharding, rank: int, node: Ints) -> Lay
 
 
 def to_send(pieces: Ints, asked: NDArray[np.bool_], rank: int, node: Ints) -> LayerAssignment:
-    """Return which layers this rank, which holds a part of the parameter, sends to every rank that may need them.
+    """Return which layers of its part of a parameter this rank sends to each other rank. Ranks that hold the same part
+    take turns, layer by layer. A receiver whose node has such ranks gets the layers from these only.
 
     Args:
-        pieces: for each rank, a number that identifies what it holds before the reshard; -1 if it holds nothing.
+        pieces: for each rank, the number of the part that it holds before the reshard; -1 if it holds nothing.
         asked: whether each rank needs something that this rank holds, bool of shape (ranks,).
         rank: the sending rank.
         node: the node of each rank, (ranks,).
@@ -390,8 +391,15 @@ def to_send(pieces: Ints, asked: NDArray[np.bool_], rank: int, node: Ints) -> La
 
 
 def _wanted(source: Sharding, target: Sharding) -> NDArray[np.bool_]:
-    """Return which ranks' parts of one parameter overlap, before and after the reshard: bool of shape (different parts
-    after, different parts before). The parts are numbered as `Sharding.pieces` does it."""
+    """Return which parts of one parameter after the reshard overlap which parts before it: a bool matrix. If entry
+    (i, j) is True, a rank that is to hold part i needs data from a rank that holds part j.
+
+    A part that several ranks hold counts once; `Sharding.pieces` gives the number of each rank's part.
+
+    Args:
+        source: the parameter's sharding before the reshard.
+        target: its sharding after the reshard.
+    """
     touching = np.ones((1, 1), dtype=np.bool_)
     for asked, held in zip(target.parts, source.parts, strict=True):
         both = overlap(asked[:, None], held[None]) > 0

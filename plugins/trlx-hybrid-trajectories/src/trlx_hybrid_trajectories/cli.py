@@ -35,8 +35,8 @@ examples:
 
 
 def add_command(subparsers: Any) -> None:
-    """Add the command `trajectories` to the command line. The function that carries it out, `run`, is stored as the
-    default of the option `run`.
+    """Add the command `trajectories` to the command line. The attribute `run` of its parsed arguments is the function
+    that carries it out.
 
     Args:
         subparsers: what argparse's `add_subparsers` returned.

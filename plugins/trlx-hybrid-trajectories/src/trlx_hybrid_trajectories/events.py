@@ -115,8 +115,10 @@ class EventLog:
         self.now("wake", session)
 
     def logged(self, metrics: Mapping[str, object], session: Run) -> None:
-        """Record the metrics that the trainer logs, on rank 0 only, leaving out those that are not numbers. With the
-        metrics that the trainer logs at the end of training, the activity "idle" begins.
+        """Record the metrics that the trainer logs, on rank 0 only, leaving out those that are not numbers.
+
+        Metrics with "train_runtime" are those that the trainer logs at the end of training. After them it is also
+        recorded that this rank's activity (what it is doing, a name in `ACTIVITIES`) is now "idle".
 
         Args:
             metrics: the logged metrics, by name.
@@ -298,13 +300,14 @@ def _spans(start: int, rank: int, rows: list[JsonObject]) -> Iterator[Span]:
 
 
 def _before(kept: list[JsonObject], rows: list[JsonObject]) -> Iterator[JsonObject]:
-    """Yield those lines of a run's earlier launches that still count, because a later launch, resumed from a
-    checkpoint, did not repeat their steps.
+    """Yield those lines of a run's earlier launches that remain valid after a later launch, which was resumed from a
+    checkpoint: the lines of steps before the first step that the later launch trained.
+
+    The metrics of step n are logged with the number n + 1, so for lines with metrics the bound is higher by one.
 
     Args:
-        kept: the lines of the earlier launches that have counted so far.
-        rows: the lines of the later launch. It repeats all steps from the first one that it trained. A step's metrics
-            are logged with the number of the next step.
+        kept: the lines of the earlier launches that are valid so far.
+        rows: the lines of the later launch. If it trained no step, all of `kept` are yielded.
     """
     sampled = [row["step"] for row in rows if row["event"] == "now" and row["name"] == "rollout" and row["training"]]
     logged = [row["step"] - 1 for row in rows if row["event"] == "log" and "loss" in row["metrics"]]

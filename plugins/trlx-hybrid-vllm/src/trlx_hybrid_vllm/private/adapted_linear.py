@@ -274,10 +274,11 @@ def adapters_under_weights(rank: int | None) -> Iterator[bool]:
 
 
 def clear_adapters(model: torch.nn.Module) -> None:
-    """Zero A and B in all `Joined` layers, after a sleep that freed the memory of the weights and of A and B.
+    """Zero A and B in all `Joined` layers (LoRA layers that hold A in rows under the weight). Called after a sleep that
+    freed the memory of the weights and of A and B.
 
-    The memory holds arbitrary bits after waking, and every request is computed with A and B, adapter or not. Where an
-    adapter is registered, the next weight sync writes it, but nothing writes A and B of an engine without one.
+    The memory holds arbitrary bits after waking, and every request is computed with A and B, adapter or not. If the
+    engine has an adapter, the next weight sync writes its A and B; if it has none, nothing else would write them.
     """
     for module in model.modules():
         if isinstance(module, Joined):

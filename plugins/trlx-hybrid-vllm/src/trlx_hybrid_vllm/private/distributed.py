@@ -148,7 +148,8 @@ def free_port() -> int:
 
 
 def destroy_group(sender: TrainerWeightTransferEngine) -> Callable[[], None] | None:
-    """Return a function that destroys the NCCL group of a trainer's weight-transfer engine; None without such a group.
+    """Return a function that destroys the NCCL group of a trainer's weight-transfer engine when called; None without
+    such a group. Nothing is destroyed yet: the caller fetches the function, shuts the engine down and then calls it.
 
     Args:
         sender: the trainer's weight-transfer engine.

@@ -1,9 +1,15 @@
-"""The process behind `from_verifiers`, run by the path of its folder with an interpreter that has verifiers.
+"""The program of the child process in which `from_verifiers` runs the library verifiers, started as
+`<python> <this folder>`. It serves the episodes of one taskset (tasks with their environment) to the trainer.
 
-It imports nothing of this package except the files in this folder.
+Verifiers may be installed for another interpreter than the trainer's, so the program imports nothing of this package
+except the files in this folder. It reads one line of JSON from standard input, and ends when standard input is closed:
 
-    to the process, one line:    {"taskset": …, "env": {…}, "secret": …}; it ends when its standard input does
-    from the process, one line:  {"port": …}, or {"error": …, "missing": …}
+    taskset    verifiers' id of the taskset
+    env        settings of verifiers' environment, as in its `[env]` block
+    secret     the first part of every path that the server answers
+
+It writes one line to standard output: {"port": …}, the port of the server; or {"error": …, "missing": …}, the text of
+an exception and the name of the module that could not be imported, if that was the cause.
 """
 
 from __future__ import annotations

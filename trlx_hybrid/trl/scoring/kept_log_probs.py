@@ -98,8 +98,8 @@ class _Head:
         return log_probs, entropies if "entropy" in outputs else None, None, None, None
 
     def end(self) -> None:
-        """Check, after a scoring call, that the model has passed to `apply` as many positions as there are kept ids for:
-        with more or fewer, kept ids were used for wrong tokens.
+        """Check, after a scoring call, that the model has passed to `apply` as many positions as there are kept ids
+        for: with more or fewer, kept ids were used for wrong tokens.
 
         Raises:
             ComponentError: the two numbers differ.

@@ -80,8 +80,8 @@ def class_name(kind: type) -> str:
 
 
 def find_class(name: str) -> type | None:
-    """Return the class with a name such as `module:Class`, or None if this process has not imported the module or it has
-    no such class. Imports nothing.
+    """Return the class with a name such as `module:Class`, or None if this process has not imported the module or it
+    has no such class. Imports nothing.
 
     The module may have its former name, as in old recordings: it is replaced by the present one.
     """

@@ -334,8 +334,8 @@ def _trained(device: torch.device) -> Tensor:
 
 
 def _weighted(like: Tensor) -> Tensor:
-    """Return arbitrary weights for the log-probs of the six checked rows, 0 where a token is masked. The gradient of the
-    log-probs' weighted sum is checked; the sum stands for a loss, and the weights for its advantages.
+    """Return arbitrary weights for the log-probs of the six checked rows, 0 where a token is masked. The gradient of
+    the log-probs' weighted sum is checked; the sum stands for a loss, and the weights for its advantages.
 
     Args:
         like: a (6, C) tensor, such as the log-probs, that gives the weights their shape and device.

@@ -29,8 +29,8 @@ class WriteErrors:
 
     @contextmanager
     def held(self, ours: bool = False) -> Iterator[None]:
-        """Return a context in which an error of a file that cannot be written is caught and stored in this object, until
-        `tell` raises it on all ranks. Only the first one is stored. Other errors are raised at once.
+        """Return a context in which an error of a file that cannot be written is caught and stored in this object,
+        until `tell` raises it on all ranks. Only the first one is stored. Other errors are raised at once.
 
         Args:
             ours: whether to store this package's errors (HybridError) as well.

@@ -75,8 +75,8 @@ def wait(
 
 
 async def arrives(reference: Reference, seconds: float) -> bool:
-    """Wait on the event loop until one of Ray's references is ready, and return True; return False after `seconds`. Time
-    in which this process was stopped, or its machine suspended, does not count."""
+    """Wait on the event loop until one of Ray's references is ready, and return True; return False after `seconds`.
+    Time in which this process was stopped, or its machine suspended, does not count."""
     future, clock = asyncio.wrap_future(reference.future()), RunningClock()
     try:
         while not future.done() and (left := seconds - clock.now()) > 0:

@@ -393,8 +393,8 @@ def _importable(name: str) -> bool:
 
 
 def _here(folders: Iterable[str]) -> bool:
-    """Return whether any of a package's folders lies directly in the current directory, from which a new interpreter may
-    be unable to import."""
+    """Return whether any of a package's folders lies directly in the current directory, from which a new interpreter
+    may be unable to import."""
     here = os.path.realpath(os.curdir)
     return any(os.path.dirname(os.path.realpath(folder)) == here for folder in folders)
 

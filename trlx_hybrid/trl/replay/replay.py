@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 
 class _Position:
     """An object that says which batch of the run TRL asks for (the optimizer step, and the batch's number within it),
-    and identifies this rank's weights by digests. Both are recorded with a batch. A replay finds the batch by the first,
-    and checks with the second that its weights are those that the batch was recorded with.
+    and identifies this rank's weights by digests. Both are recorded with a batch. A replay finds the batch by the
+    first, and checks with the second that its weights are those that the batch was recorded with.
 
     Args:
         session: the live objects of the run.

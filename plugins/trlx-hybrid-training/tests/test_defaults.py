@@ -138,6 +138,16 @@ def test_a_resumed_run_joins_what_the_whole_run_joined(start, joins, tmp_path):
     assert all(torch.equal(value, weights[name]) for name, value in resumed.weights().items())
 
 
+def test_so_does_one_that_asks_for_packed_rows_where_trl_samples(run, joins, tmp_path):
+    given = SAVED | {"output_dir": str(tmp_path), "hybrid": {"scoring": "packed"}, "train": False}
+    whole, resumed = run(GRPO, **given), run(GRPO, **given)
+    whole.trainer.train()
+    joins.clear()
+    resumed.trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert joins == [4, 4]
+    assert steps(resumed)[-2:] == steps(whole)[-2:]
+
+
 @pytest.mark.parametrize("names", [True, False], ids=["that names it", "of an earlier release"])
 def test_a_run_from_a_checkpoint_scores_on_as_it_did(start, joins, tmp_path, capsys, names):
     """To the bit: it is the run that was interrupted, and the default has changed since."""

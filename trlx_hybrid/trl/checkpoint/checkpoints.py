@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ...config import RESUME_VARIABLE
 from ...errors import ConfigError, listed
 from ...interprocess.ranks import by_first
+from ...plugins.selection import PADDED
 from . import manifest, restart
 from .adapters import one_by_one
 from .run_identity import RunIdentity, new_identity, read_identity, write_identity
@@ -136,16 +137,18 @@ class Checkpoints:
         return self._write_errors.at_once(self._open_save) if meets else self._write_errors.held()
 
     def _begin(self, checkpoint: Path, args: Any) -> None:
-        """Write a checkpoint's first manifest, which says that the save is under way, and the session's state.
-        Collective: no rank writes before files left in the folder are removed."""
+        """Write a checkpoint's first manifest, which says that the save is under way, and the session's state, unless
+        all of the run is TRL's. Collective: no rank writes before files left in the folder are removed."""
         session = self._session
+        selection = session.selection
+        of_trl = selection.stock and selection.scoring.component.name == PADDED and not session.algorithms
         self._open_save, self._write_errors = checkpoint, WriteErrors()
         self._identity = identity = self._identity or session.ranks.broadcast(new_identity())
         if args.should_save:
             with self._write_errors.held(ours=True):
                 self._see_whose_folder(Path(args.output_dir), identity)
                 manifest.begin(checkpoint, identity.run, session.ranks.world)
-                if not (session.selection.stock and not session.algorithms):
+                if not of_trl:
                     session.save_state(checkpoint)
         self._meet()
 

@@ -84,7 +84,8 @@ class Support:
 
     @property
     def sampled(self) -> Array:
-        """A bool for each token, (tokens,): whether it was sampled."""
+        """Flags of the tokens, bool of shape (tokens,): whether an engine sampled each. False for tokens that none
+        sampled, such as a tool's answer within a conversation's completion."""
         return cast("Array", self.bounds[:, 0] != UNSAMPLED)
 
     @property
@@ -199,8 +200,8 @@ class KeptTokens:
         )
 
     def __getitem__(self, rows: slice | Tensor) -> KeptTokens:
-        """Return a `KeptTokens` for some of the rows, or, where `bounds` has no dimension for rows, for some of the
-        positions."""
+        """Return a `KeptTokens` for some of the rows. Where `bounds` is (positions, 2), without a dimension for rows,
+        the index selects positions instead."""
         return replace(self, bounds=self.bounds[rows])
 
     def but_last(self) -> KeptTokens:

@@ -1,4 +1,8 @@
-"""Token sequences of conversations that begin alike."""
+"""A comparison of token sequences: the number of tokens with which two conversations begin alike.
+
+A chat template turns all messages into one sequence. To find the token at which a message begins, the sequences of two
+conversations are compared that differ only from this message on.
+"""
 
 from __future__ import annotations
 

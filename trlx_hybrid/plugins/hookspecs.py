@@ -52,19 +52,20 @@ def trlx_unconfigure(session: Run) -> None:
 
 @hookspec
 def trlx_leave_phase(session: Run, phase: Phase, step: int) -> None:
-    """Give back the memory of `phase`, which is over.
+    """Free the device memory that the plugin held for `phase`, which is over.
 
-    Called at each phase edge, on every rank; this hook finishes in all plugins before `trlx_enter_phase` starts in any.
-    `step` is the number of optimizer steps done. Returns nothing.
+    Called at each change between ROLLOUT and TRAIN, on every rank; it finishes in all plugins before `trlx_enter_phase`
+    starts in any. `step` is the number of optimizer steps done. Returns nothing.
     """
 
 
 @hookspec
 def trlx_enter_phase(session: Run, phase: Phase, step: int) -> None:
-    """Claim the memory of `phase`, which begins.
+    """Allocate, or bring back, the device memory that the plugin needs in `phase`, which begins.
 
-    Called at each phase edge, on every rank, after `trlx_leave_phase` has finished in all plugins. When ROLLOUT begins,
-    the engine is awake and holds the current weights. Returns nothing.
+    Called at each change between ROLLOUT and TRAIN, on every rank, after `trlx_leave_phase`, where plugins free memory,
+    has finished in all plugins. When ROLLOUT begins, the engine is awake and holds the current weights. `step` is the
+    number of optimizer steps done. Returns nothing.
     """
 
 

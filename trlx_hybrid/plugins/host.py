@@ -148,10 +148,15 @@ class Host:
         )
 
     def register(self, plugin: object, name: str, *, distribution: str = SCRIPT, version: str = "-") -> None:
-        """Add a plugin: a module, or any object with hook implementations.
+        """Add a plugin, and call its hook `trlx_register`, if it has one.
+
+        Args:
+            plugin: a module, or any object with hook implementations.
+            name: the plugin's name, for messages.
+            distribution, version: the package that it comes from, for messages; by default the user's script.
 
         Raises:
-            PluginError: one of its hooks does not exist, has other arguments or lacks the marker, or its
+            PluginError: one of its hooks does not exist, has other arguments or lacks the decorator `@hookimpl`, or its
                 `trlx_register` failed.
         """
         hooks = tuple(n for n in dir(plugin) if self._manager.parse_hookimpl_opts(plugin, n) is not None)

@@ -34,8 +34,9 @@ def fingerprint(*groups: Iterable[Tensor]) -> int:
     """Return a hash of all bits of the tensors and of their order. Reads each tensor once and synchronises once per
     device.
 
-    One changed element always changes the sums of its row and its column. Changes that leave the sums of all rows and
-    columns equal are missed, for instance where four elements at the corners of a rectangle swap two values.
+    The bits are laid out as square matrices of 64-bit words, of which the sums of all rows and columns are hashed. One
+    changed word always changes the sums of its row and its column. Changes that leave all sums equal are missed, for
+    instance where four words at the corners of a rectangle swap two values.
 
     Args:
         groups: tensors of any dtype, shape and device. The hash does not depend on shapes and dtypes. Tensors of
@@ -64,8 +65,9 @@ def sample(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _squares(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the bits of the tensors as 64-bit words, (n,) int64 with n of at most SIDE * SIDE, the most that `_sums`
-    takes. Small tensors of one dtype and device are joined.
+    """Yield the bits of the tensors as 64-bit words, in blocks of at most SIDE * SIDE words, each (n,) int64. `_sums`
+    then lays a block out as a square, and sums its rows and columns. Small tensors of one dtype and device share a
+    block.
 
     An adapter has hundreds of small tensors, and an operation on one of them takes longer to launch than to run. So one
     call concatenates them before they are viewed as words.

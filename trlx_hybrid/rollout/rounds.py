@@ -41,6 +41,10 @@ def batch_of(rounds: Sequence[Sequence[bool]], needed: int) -> list[Place]:
     Args:
         rounds: for each round, whether each of its groups may be trained on; all rounds together have at least `needed`
             groups.
+
+    Returns:
+        For each chosen group, its round, its index among the groups of that round, and whether it is a kept one; in the
+        order in which the groups were chosen.
     """
     places = [Place(r, g, kept) for r, groups in enumerate(rounds) for g, kept in enumerate(groups)]
     return sorted(places, key=lambda place: not place.kept)[:needed]

@@ -334,8 +334,10 @@ class Rotation:
 
 
 def sampled_names(names: list[str], version: int, count: int = SAMPLED_TENSORS) -> set[str]:
-    """Choose `count` of the names to check after a sync, different ones at each weight version, so that every tensor is
-    checked in time, however many optimizer steps lie between two syncs: the multiples of the golden ratio, modulo 1,
-    come close to every fraction."""
+    """Choose the tensors to check after a sync: `count` neighbours in the list of names, or all if it is shorter.
+
+    They begin at the fraction (version * golden ratio) modulo 1 of the list. These fractions spread evenly, however
+    many weight versions lie between two syncs, so that after enough syncs every tensor has been checked.
+    """
     start = int(len(names) * (version * GOLDEN % 1))
     return {names[(start + i) % len(names)] for i in range(min(count, len(names)))}

@@ -1,4 +1,5 @@
-"""The conformance check of rollouts: it lets one sample batches and conversations, and checks every token."""
+"""The conformance check of rollouts: it lets a rollout component sample batches of completions, and conversations with
+a tool, and checks every token."""
 
 from __future__ import annotations
 

@@ -137,8 +137,15 @@ class Checkpoints:
         return self._write_errors.at_once(self._open_save) if meets else self._write_errors.held()
 
     def _begin(self, checkpoint: Path, args: Any) -> None:
-        """Write a checkpoint's first manifest, which says that the save is under way, and the session's state, unless
-        all of the run is TRL's. Collective: no rank writes before files left in the folder are removed."""
+        """Write a checkpoint's first manifest, which says that the save is under way, and the session's state.
+
+        Collective: files that another run or an interrupted save left in the folder are removed first, and no rank
+        writes into the folder before that.
+
+        Args:
+            checkpoint: the checkpoint's folder.
+            args: the trainer's `TrainingArguments`; ranks whose `should_save` is False only wait.
+        """
         session = self._session
         selection = session.selection
         of_trl = selection.stock and selection.scoring.component.name == PADDED and not session.algorithms

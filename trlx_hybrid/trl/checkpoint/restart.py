@@ -150,12 +150,14 @@ def _ranks_of(checkpoint: Path, known: manifest.Manifest | None) -> int | None:
 def _of_this_start(
     output_dir: Path, identity: RunIdentity | None, run: str | None, checkpoint: Path | None
 ) -> RunIdentity:
-    """Return the identity with which this process starts: that of a known run, or else of a new one.
+    """Return the identity (the ids of the run and of this start) with which this process starts. It continues the run
+    of `identity`, or else the run with the id `run`, or else begins a new run.
 
     Args:
-        identity: the identity in the folder's file; None where the run is not known from there.
-        run: the id of the run that saved the checkpoint; None for a new run. Read only where `identity` is None.
-        checkpoint: the checkpoint that the run resumes from, which belongs to it even without a manifest.
+        identity: the identity in the folder's file; None where there is none, or where it does not apply.
+        run: the id of the run that saved the checkpoint; None where no run is continued, or where it is not known.
+        checkpoint: the checkpoint that the run resumes from; None at step 0. Without `identity`, all other checkpoints
+            in the folder that have no manifest are recorded as foreign to the run.
     """
     if identity is not None:
         return new_identity(identity.foreign, identity.run)

@@ -1,10 +1,10 @@
-"""Rewards of finished groups, begun while other groups are still being sampled.
+"""Rewards of finished groups that are started while other groups (the completions of one prompt) are being sampled.
 
 TRL scores a rollout once all of it is sampled, and the longest tenth of the rows takes half of the sampling time. With
-tools and environments, the rows with the slowest calls do. A reward that is computed elsewhere need not wait. If a
-reward function has a true attribute `begins_early`, its method `prepare` is called before the rollout, and its method
-`begin`, which must return at once, for each group that is complete. TRL's own call, for all rows, then finds the
-rewards begun.
+tools and environments, it is the rows with the slowest calls that take it. A reward that is computed elsewhere need not
+wait for them. If a reward function has a true attribute `begins_early`, its method `prepare` is called before the
+rollout, and its method `begin`, which must return at once, for each group that is complete. When TRL calls the function
+itself, for all rows, the rewards are under way.
 """
 
 from __future__ import annotations

@@ -83,8 +83,8 @@ class DeferredLogProbs:
         """Let the losses compute the old log-probs of a new rollout.
 
         Args:
-            batch: this rank's rows of the rollout, as TRL made them. Values that TRL computed from placeholders of the
-                old log-probs are removed from it, and each row's position is added under NUMBER.
+            batch: this rank's rows of the rollout, as TRL made them. The placeholders of the old log-probs, and values
+                that TRL computed from them, are removed from it, and each row's position is added under NUMBER.
             training: whether the rollout is for training, rather than for an evaluation.
             version: version of the weights that sampled the rollout.
         """
@@ -117,8 +117,9 @@ class DeferredLogProbs:
         return self._of_mode[mode_of(trainer)].fill(trainer, micro_batch, log_probs)
 
     def outlived(self, version: int) -> bool:
-        """Return whether training has stopped within a rollout that can no longer be completed: some of its rows have
-        had no loss, and the weights have changed since.
+        """Return whether the last training rollout's old log-probs can no longer be completed: some of its rows have
+        not been in a loss yet, and the weights have changed since the rollout. This is so where an earlier `train()`
+        stopped before it had used all rows.
 
         Args:
             version: the current weight version.
@@ -128,11 +129,12 @@ class DeferredLogProbs:
 
 
 class Deferred:
-    """The old log-probs of one rollout, collected from the first forward pass of each micro-batch's loss.
+    """The old log-probs of one rollout, which get no forward pass of their own: they are collected from the first
+    forward pass of each micro-batch's loss. Zeros take their place while TRL makes the rollout's batch.
 
     Args:
-        batch: this rank's rows of the rollout, as TRL made them. Values that TRL computed from placeholders of the old
-            log-probs are removed from it.
+        batch: this rank's rows of the rollout, as TRL made them. The placeholders of the old log-probs, and the values
+            that TRL computed from them, are removed from it, and each row's position is added under NUMBER.
         mode: "train" or "eval".
         version: version of the weights that sampled the rollout.
     """

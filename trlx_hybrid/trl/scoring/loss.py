@@ -113,8 +113,8 @@ def end_micro_batch(trainer: StockTrainer, run: RunState) -> None:
 
 @contextmanager
 def _in_loss_time(trainer: StockTrainer, run: RunState) -> Iterator[None]:
-    """Return a context for work of the loss that runs after TRL's training step: its time is added to the step's and to
-    the loss's."""
+    """Return a context for work that belongs to the loss but runs after TRL's training step, such as the backward pass
+    of joined micro-batches. The time spent in it is added to the logged times of the step and of the loss."""
     further = nullcontext() if run.step_metrics is None else run.step_metrics.further_loss()
     with in_step_time(trainer), further:
         yield

@@ -23,11 +23,12 @@ class LengthReward(Algorithm):
         self._options = options
 
     def rewards(self, groups: Groups) -> Tensor:
-        """Return the rewards, changed so that each scored completion's weighted sum of rewards rises by weight * (1/2 -
-        position).
+        """Return the rewards, changed so that each scored completion's weighted sum of rewards rises by a bonus of
+        `weight` * (1/2 - position), where `weight` is the algorithm's option.
 
         The position is that of the completion's length between the group's shortest scored completion, 0, and its
-        longest, 1. For wrong completions a positive bonus becomes 0.
+        longest, 1. A wrong completion, whose weighted sum is below the option `right`, gets no bonus above 0. Groups
+        whose scored completions are all of one length get none.
 
         Args:
             groups: the groups, with their rewards and lengths.

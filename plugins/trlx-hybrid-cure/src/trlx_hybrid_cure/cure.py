@@ -94,13 +94,15 @@ def matrix_rewards(
 
 
 class CureReward:
-    """A TRL reward function for the rows of `two_speakers`.
+    """A TRL reward function for a model that writes both programs and unit tests. Its rows are those of the dataset
+    that `two_speakers` builds: for each task, a prompt for a program and a prompt for a test.
 
     Collective: all ranks must call it, because the completions of a task may be on several ranks.
 
     Every program is run with the ground-truth tests of its task and with all tests generated for this task, and each
-    rank runs its share of the programs. `matrix_rewards` computes the rewards of programs and tests. A completion
-    without a program passes no test; a completion without a test passes no program.
+    rank runs its share of the programs. A program is rewarded for the ground-truth tests that it passes; a test, for
+    telling wrong programs from right ones (`matrix_rewards` has the formulas). A completion without a program passes no
+    test; a completion without a test passes no program.
 
     Logs `cure/pass@1`, the share of programs that are right; `cure/precision`, the share of generated tests that all
     right programs pass, over tasks that have a right program; `cure/seconds`, the time of the sandbox; and

@@ -333,8 +333,14 @@ def tensor_slices(parameter: Parameter, ways: int, vocab_multiple: int) -> Ints:
 
 
 def _indivisible(parameter: Parameter, ways: int, units: int, relation: str) -> str:
-    """Return the error message for a tensor-parallel size that does not divide a parameter's units, with sizes that
-    do."""
+    """Return the error message for a tensor-parallel size that does not fit a parameter, with the sizes that fit.
+
+    Args:
+        parameter: the parameter, which is cut into units that must stay whole, such as heads.
+        ways: the tensor-parallel size.
+        units: the number of the parameter's units.
+        relation: how `ways` relates to `units`, in words of the message: "does not divide".
+    """
     fitting = [str(d) for d in range(1, min(units, 64) + 1) if units % d == 0]
     return (
         f"tp={ways} {relation} the {units} {parameter.unit} of {parameter.name}. Choose a tp that fits: "

@@ -177,8 +177,9 @@ class Staging:
     """A few buffers of equal size, used in turn, into which messages are packed and received. One is on the wire while
     the other is packed or unpacked.
 
-    Views of the buffers are made once, before the first `release`. Between syncs the storages are empty, and the views
-    stay valid. If a recorded CUDA graph refers to the buffers' addresses, `keep` keeps the storages.
+    Between syncs the buffers' memory is freed (`release`); a sync runs inside the context `held`, in which they have
+    memory. Views of the buffers are made once, before the first `release`, and can be used again in each such context.
+    The owner of a CUDA graph that uses the buffers' addresses calls `keep`, after which the memory is not freed.
 
     Args:
         elements: the number of elements of one buffer.

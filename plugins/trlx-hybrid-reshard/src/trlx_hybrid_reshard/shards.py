@@ -63,7 +63,8 @@ class Shards:
         self.refresh()
 
     def _merged(self) -> list[AdaptedModule]:
-        """Return the modules that have an active adapter, all of which are plain LoRA here."""
+        """Return the modules whose adapters must be merged into the weights to be sent: those with an active adapter.
+        All adapters are plain LoRA, since `ReshardSync` refuses a policy that has others."""
         adapted = (module for _, module in adapted_modules(self._policy.base))
         return [m for m in adapted if any(a in layer.r for layer in m.layers for a in layer.active_adapters)]
 

@@ -196,8 +196,8 @@ class ReshardSync(WeightSync):
 
     @property
     def summary(self) -> str:
-        """A text on what a sync moves on this rank: the bytes received, the least possible, and the extra memory. It is
-        about the last sync, or before the first sync about one of all parameters."""
+        """A text on what a sync moves on this rank: the bytes received, the least possible, and the extra memory. The
+        numbers are those of the last sync; before the first sync, those of a sync that moves all parameters."""
         return str(self.prepared)
 
     def note(self) -> str:

@@ -58,7 +58,8 @@ class EngineActor:
         """Build and start the server.
 
         Returns:
-            None as bytes for `result_of`, and the actor's node and process as text.
+            The result None, encoded as all results of actors are, for the trainer to decode with `result_of`; and a
+            text that names the actor's node and process.
 
         Raises:
             EngineError: the server does not start.

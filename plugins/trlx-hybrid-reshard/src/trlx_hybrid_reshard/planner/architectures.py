@@ -200,8 +200,16 @@ say. Gemma is built like Llama, with a head size of its own and tied embeddings.
 
 
 def _shape(kind: str, hidden: int, inner: int, layers: int, heads: int, kv: int, vocab: int, **more: object) -> Fields:
-    """Return the fields of a config. `inner` is the intermediate size, `kv` the number of key-value heads; `more` adds
-    further fields."""
+    """Return the fields of a transformers config, for a built-in model size (`SHAPES`).
+
+    Args:
+        kind: the `model_type`, such as "qwen2".
+        hidden, inner: the hidden size, and the intermediate size of the MLPs.
+        layers: the number of layers.
+        heads, kv: the numbers of attention heads and of key-value heads.
+        vocab: the size of the vocabulary.
+        more: further fields, by their names in the config.
+    """
     return {
         "model_type": kind,
         "hidden_size": hidden,

@@ -251,14 +251,15 @@ class Joined:
 def adapters_under_weights(rank: int | None) -> Iterator[bool]:
     """Make an engine that is built inside this context compute x·Wᵀ and x·Aᵀ of its LoRA layers in one product.
 
-    Its plain linear layers become `Joined`; layers of other kinds, such as quantised ones, stay vLLM's.
+    Its plain linear layers become `Joined` (A lies under the weight); layers of other kinds, such as quantised ones,
+    stay vLLM's.
 
     Args:
-        rank: the rank for which vLLM allocates A and B; None for an engine without adapters or with several.
+        rank: the LoRA rank for which vLLM allocates A and B; None for an engine without adapters or with several.
 
     Yields:
-        Whether layers will be `Joined`: not above the rank `LARGEST`, nor where the Triton kernel does not run, nor in
-        vLLM's dual-stream and batch-invariant modes.
+        Whether layers will be `Joined`. False if `rank` is None or above `LARGEST`, if the Triton kernel does not run
+        on this GPU or computes other values than torch, and in vLLM's dual-stream and batch-invariant modes.
     """
     otherwise = envs.VLLM_LORA_ENABLE_DUAL_STREAM or envs.VLLM_BATCH_INVARIANT
     if rank is None or rank > LARGEST or otherwise or not runs_here():
@@ -286,8 +287,12 @@ def clear_adapters(model: torch.nn.Module) -> None:
 
 
 def with_spare_rows(rank: int) -> Callable[..., None]:
-    """Return a version of vLLM's `create_weights` that allocates spare rows under each weight, to hold an A of this
-    rank."""
+    """Return a version of vLLM's `create_weights` that allocates spare rows under each layer's weight W, to hold the
+    LoRA matrix A, so that one product computes x·Wᵀ and x·Aᵀ.
+
+    Args:
+        rank: the LoRA rank, which is the number of rows of A.
+    """
     plain = UnquantizedLinearMethod.create_weights
 
     @functools.wraps(plain)
@@ -355,7 +360,11 @@ def join(layer: BaseLinearLayerWithLoRA) -> None:
 
 
 def beside_slots(layer: BaseLinearLayerWithLoRA) -> list[Tensor]:
-    """Return the spare rows under a `Joined` layer's weight that A does not fill, which must stay zero; [] if none."""
+    """Return, in a list of at most one tensor, the rows that the LoRA matrix A leaves unfilled in a `Joined` layer.
+
+    Such a layer has A in spare rows under its weight, whose number is rounded up. The unfilled rows must stay zero. []
+    if there are none, and for a layer that is not `Joined`.
+    """
     if not isinstance(layer, Joined):
         return []
     rows, rank = layer.joined_b.shape

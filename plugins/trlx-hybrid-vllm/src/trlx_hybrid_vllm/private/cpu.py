@@ -114,7 +114,11 @@ class PlainWeightsCPUWorker(CPUWorker):  # type: ignore[misc]
             torch.set_num_threads = set_num_threads
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model with layers that keep and use the weights as they are loaded."""
+        """Load the model, with the functions of `PLAIN_LAYERS` in place of vLLM's for CPUs.
+
+        Its layers then compute with the weights as they are loaded, instead of a repacked copy, so that a weight sync
+        can write to them.
+        """
         with ExitStack() as patches:
             for name, plain in PLAIN_LAYERS.items():
                 owner, _, attribute = f"vllm.model_executor.layers.{name}".rpartition(".")

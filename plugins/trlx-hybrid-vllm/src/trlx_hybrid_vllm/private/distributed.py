@@ -22,7 +22,7 @@ class Replica:
         cpu_group: their process group, over gloo.
         world_size: how many ranks there are.
         rank_in_group: this process's rank in the group.
-        owned: True where the group was made here rather than by vLLM, so that `close` must destroy it.
+        owned: True where `of_this_rank` made the group, rather than vLLM, so that `close` must destroy it.
     """
 
     cpu_group: dist.ProcessGroup
@@ -49,7 +49,10 @@ class Replica:
         return cls(own, size, dist.get_rank() % size, owned=True)
 
     def close(self) -> None:
-        """Destroy the group if it was made here, unless the user's script has destroyed all process groups."""
+        """Destroy `cpu_group` if `of_this_rank` made it; a group of vLLM's is left to vLLM.
+
+        Does nothing if the user's script has destroyed all process groups already.
+        """
         if self.owned and dist.is_initialized():
             dist.destroy_process_group(self.cpu_group)
 

@@ -225,11 +225,14 @@ def starting(
 
 @contextmanager
 def trainer_classes_kept(trained: nn.Module) -> Iterator[list[nn.Module]]:
-    """Undo, when the context ends, the changes that vLLM makes to classes of the trained model as it builds its own.
+    """Restore, when the context ends, the classes of the trained model's modules, which vLLM changes as it builds its
+    own model: it adds base classes to them.
+
+    The models that vLLM built need these changes. At the end of the context, their modules are given subclasses of the
+    restored classes, which have the changes.
 
     Yields:
-        An empty list, to which the caller appends the models that vLLM built. The modules of these get subclasses that
-        have the changes.
+        An empty list, to which the caller appends the models that vLLM built.
     """
     classes = {c for module in trained.modules() for c in type(module).__mro__ if c is not object}
     before = {c: (c.__bases__, dict(vars(c))) for c in classes}

@@ -91,7 +91,10 @@ def compared(graphs: SamplingGraphs, capture: Capture) -> SamplingGraphs | None:
 
 
 def serves(llm: LLM) -> bool:
-    """Return whether `SamplingGraphs` captures all that this engine does between its layers and the next step."""
+    """Return whether an engine may replay `SamplingGraphs`, CUDA graphs of what follows the layers in a decode step.
+
+    True if the engine does nothing between its layers and the next step that these graphs do not capture.
+    """
     from vllm.lora.layers import LogitsProcessorWithLoRA
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu.model_states.interface import ModelState

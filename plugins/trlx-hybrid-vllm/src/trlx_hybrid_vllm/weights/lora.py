@@ -105,9 +105,10 @@ class LoraSync(WeightSync):
         return LoadReport(tensors=base.tensors + self._slots.tensors, bytes=base.bytes + moved)
 
     def put_back(self) -> bool:
-        """Restore the engine's memory where a sync has overwritten base weights that the user's tensors still use.
+        """Write back the engine's former bits where a sync overwrote base weights that tensors of the user still use.
 
-        Called after the rollout.
+        Policy and engine share this memory, so a tensor that the user's code took from the policy, for instance to
+        restore the weights after an evaluation, lies in it, too. Called after the rollout.
 
         Returns:
             Whether anything was restored, so that the engine no longer has the policy's weights.
@@ -115,7 +116,11 @@ class LoraSync(WeightSync):
         return self._base.put_back()
 
     def forget(self) -> None:
-        """Let the next sync write frozen base weights again, and check that PEFT's layers are those of the slots."""
+        """Let the next sync write the frozen base weights again. It also checks then that PEFT's LoRA layers are still
+        those for which vLLM's LoRA slots were made, and raises a SyncError if not.
+
+        Called when modules of the policy may have been replaced.
+        """
         self._base.forget()
         if self._slots is not None:
             self._slots.forget()

@@ -211,9 +211,10 @@ class SharedSync(WeightSync):
         return self._parameter(name).detach()
 
     def put_back(self) -> bool:
-        """Restore the engine's memory where a sync has overwritten bits that tensors of the user's code still use.
+        """Write back the engine's former bits where a sync overwrote memory that tensors of the user's code still use.
 
-        Called after the rollout.
+        Policy and engine share this memory, so a tensor that the user's code took from the policy, for instance to
+        restore the weights after an evaluation, lies in it, too. Called after the rollout.
 
         Returns:
             Whether anything was restored, so that the engine no longer has the policy's weights.

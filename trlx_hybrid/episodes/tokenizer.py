@@ -1,4 +1,4 @@
-"""Private copies of tokenizers, whose truncation and padding no other code can change."""
+"""Copies of tokenizers whose truncation and padding no other code can change, not even a tool in another thread."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class SampledGroups:
 
     Args:
         parse_response: TRL's function of that name.
-        functions: the reward functions that can begin early.
+        functions: the reward functions whose `begins_early` is true, with a method `begin`.
         prompts: the prompts of this rank's rows, as TRL passes them to reward functions.
     """
 

@@ -367,8 +367,8 @@ class PoolActor:
         raise NotImplementedError
 
     def ready(self) -> tuple[bytes, str]:
-        """Return the outcome of the start, as bytes for `result_of` (None, or the exception that was raised), and the
-        actor's node and process as text."""
+        """Return the outcome of the start (None, or the exception that was raised), as bytes that the trainer decodes
+        with `result_of`; and a text that names the actor's node and process."""
         return self._started, whereabouts()
 
 

@@ -531,7 +531,8 @@ class EnvironmentActor(PoolActor):
         threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
 
     def make(self, key: int) -> bytes:
-        """Make a new environment and store it. Returns None, or the constructor's exception, as bytes for `result_of`.
+        """Make a new environment and store it. Returns None, or the constructor's exception, as bytes that the trainer
+        decodes with `result_of`.
 
         Args:
             key: the number by which the environment is called from now on.
@@ -541,8 +542,8 @@ class EnvironmentActor(PoolActor):
     def call(
         self, key: int, method: str, args: Sequence[object], kwargs: Mapping[str, object], turn: int | None = None
     ) -> bytes:
-        """Call a method of an environment. Returns the result or exception as bytes for `result_of`. All coroutines run
-        on one event loop, on which they may share clients.
+        """Call a method of an environment. Returns the result or exception as bytes that the trainer decodes with
+        `result_of`. All coroutines run on one event loop, on which they may share clients.
 
         Args:
             key: the environment's number.
@@ -564,7 +565,7 @@ class EnvironmentActor(PoolActor):
         return reply_of(called)
 
     def read(self, key: int, attribute: str) -> bytes:
-        """Return the value of an environment's attribute, as bytes for `result_of`.
+        """Return the value of an environment's attribute, as bytes that the trainer decodes with `result_of`.
 
         Args:
             key: the environment's number.

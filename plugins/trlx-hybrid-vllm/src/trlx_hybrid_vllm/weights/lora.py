@@ -107,8 +107,7 @@ class LoraSync(WeightSync):
     def put_back(self) -> bool:
         """Write back the engine's former bits where a sync overwrote base weights that tensors of the user still use.
 
-        Policy and engine share this memory, so a tensor that the user's code took from the policy, for instance to
-        restore the weights after an evaluation, lies in it, too. Called after the rollout.
+        Tensors that the user kept of the policy lie in memory that policy and engine share. Called after the rollout.
 
         Returns:
             Whether anything was restored, so that the engine no longer has the policy's weights.
@@ -330,7 +329,7 @@ class AdapterSlots:
         return sum(t.numel() * t.element_size() for a, b, _ in factors for t in (a, b))
 
     def forget(self) -> None:
-        """Let the next write check that PEFT's layers are still those that the slots were made for.
+        """Let the next `write` check that PEFT's LoRA layers are still those for which vLLM's LoRA slots were made.
 
         Called when modules of the policy may have been replaced.
         """
@@ -424,7 +423,7 @@ class AdapterSlots:
     # --- the adapter's state ----------------------------------------------------------------------------------------
 
     def _refuse_other_layers(self) -> None:
-        """Check that the adapter's layers are still those that the slots were made for.
+        """Check that PEFT's LoRA layers are still those for which vLLM's LoRA slots were made.
 
         Raises:
             SyncError: layers were replaced, unloaded or added; the message names them.

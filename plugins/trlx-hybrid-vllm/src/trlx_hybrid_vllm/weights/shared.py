@@ -213,8 +213,7 @@ class SharedSync(WeightSync):
     def put_back(self) -> bool:
         """Write back the engine's former bits where a sync overwrote memory that tensors of the user's code still use.
 
-        Policy and engine share this memory, so a tensor that the user's code took from the policy, for instance to
-        restore the weights after an evaluation, lies in it, too. Called after the rollout.
+        Tensors that the user kept of the policy lie in this memory, which both share. Called after the rollout.
 
         Returns:
             Whether anything was restored, so that the engine no longer has the policy's weights.

@@ -1,0 +1,168 @@
+"""The plots and tables of real weights that learn, made from what `benchmarks.real` has measured.
+
+    python -m benchmarks.plots
+
+It writes docs/assets/real-full.svg and docs/assets/real-lora.svg, of the kinds that were measured, and what stands
+between the marks `<!-- real -->` and `<!-- /real -->` of README and docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from .real import ARMS, KINDS, SMOOTHED
+from .result import RESULTS
+
+ROOT = RESULTS.parents[1]
+PAGES = ("README.md", "docs/benchmarks.md")
+DEVICE = "nvidia-h200"
+"""The device whose result is shown."""
+
+NAMES = {"trl": "TRL", "tuned": "TRL, tuned", "import": "trlx_hybrid"}
+TRAINED = {"full": "all weights", "lora": "LoRA"}
+FIRST = {
+    "seconds_to_50%": "seconds to half of the reward",
+    "seconds_to_90%": "seconds to 90% of it",
+    "step_seconds": "seconds of a step",
+    "startup_seconds": "seconds before the first step",
+}
+"""The rows of README's table, by the metrics they show."""
+
+ALL = FIRST | {"reward": "reward of the last ten steps", "held_out": "reward of tasks that were held out"}
+PLACE = re.compile(r"(?<=<!-- real -->\n).*?(?=<!-- /real -->)", re.DOTALL)
+WIDTH, HEIGHT = 640, 400
+LEFT, RIGHT, TOP, BOTTOM = 52, 622, 84, 336
+STYLE = """.page{fill:#fff}text{fill:#1f2328;font:19px system-ui,sans-serif}.rule{stroke:#d8dee4}
+.trl{stroke:#b3490b}.tuned{stroke:#6b7280}.import{stroke:#1d4ed8}
+@media(prefers-color-scheme:dark){.page{fill:#0d1117}text{fill:#e6edf3}.rule{stroke:#30363d}
+.trl{stroke:#f0883e}.tuned{stroke:#a3aab5}.import{stroke:#6ea8fe}}
+polyline{fill:none;stroke-linejoin:round}.run{stroke-width:1.4;opacity:.45}.median{stroke-width:3.4}
+.end{text-anchor:end}.middle{text-anchor:middle}"""
+
+Line = list[tuple[float, float]]
+Runs = Mapping[str, Sequence[Mapping[str, Any]]]
+
+
+def line(curves: Mapping[str, Any]) -> Line:
+    """Return a run as pairs: seconds of training, and the mean reward of the last `SMOOTHED` steps."""
+    rewards, seconds = curves["reward"], list(itertools.accumulate(curves["seconds"]))
+    return [(seconds[n - 1], statistics.fmean(rewards[n - SMOOTHED : n])) for n in range(SMOOTHED, len(rewards) + 1)]
+
+
+def median(lines: Sequence[Line]) -> Line:
+    """Return the median of several runs: of the seconds and of the rewards at each step."""
+    return [(statistics.median(s for s, _ in at), statistics.median(r for _, r in at)) for at in zip(*lines)]
+
+
+def ticks(end: float) -> range:
+    """Return at most seven round numbers from 0 to `end`, equally far apart."""
+    steps = (digit * 10**power for power in range(9) for digit in (1, 2, 5))
+    return range(0, int(end) + 1, next(step for step in steps if end <= 6.5 * step))
+
+
+def plot(kind: str, runs: Runs, device: str) -> str:
+    """Return an SVG of reward over seconds of training: a thin line for each run, a bold one for the median of an arm.
+
+    It has colours for a reader's light and dark scheme.
+    """
+    lines = {arm: [line(curves) for curves in runs[arm]] for arm in ARMS if arm in runs}
+    end = max(seconds for found in lines.values() for one in found for seconds, _ in one)
+
+    def drawn(of: str, arm: str, points: Line) -> str:
+        at = (f"{LEFT + (RIGHT - LEFT) * s / end:.1f},{BOTTOM - (BOTTOM - TOP) * r:.1f}" for s, r in points)
+        return f'<polyline class="{of} {arm}" points="{" ".join(at)}"/>'
+
+    box = f'viewBox="0 0 {WIDTH} {HEIGHT}"'
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" {box}>',
+            f"<title>Reward over seconds of training: {', '.join(NAMES[arm] for arm in lines)}</title>",
+            f'<style>{STYLE}</style><rect class="page" width="{WIDTH}" height="{HEIGHT}"/>',
+            f'<text x="14" y="28">Reward ({TRAINED[kind]}, one {shown(device)})</text>',
+            *axes(end),
+            *key(lines),
+            *(drawn("run", arm, one) for arm, found in lines.items() for one in found),
+            *(drawn("median", arm, median(found)) for arm, found in lines.items()),
+            "</svg>\n",
+        ]
+    )
+
+
+def axes(end: float) -> Iterator[str]:
+    """Yield the rules of rewards from 0 to 1, and the numbers of both axes."""
+    for fifth in range(6):
+        y = BOTTOM - (BOTTOM - TOP) * fifth / 5
+        yield f'<path class="rule" d="M{LEFT} {y:.1f}H{RIGHT}"/>'
+        yield f'<text class="end" x="{LEFT - 8}" y="{y + 6:.1f}">{fifth / 5:g}</text>'
+    for second in ticks(end):
+        x = LEFT + (RIGHT - LEFT) * second / end
+        yield f'<text class="middle" x="{x:.1f}" y="{BOTTOM + 24}">{second}</text>'
+    yield f'<text class="end" x="{RIGHT}" y="{BOTTOM + 50}">seconds of training</text>'
+
+
+def key(arms: Iterable[str]) -> Iterator[str]:
+    """Yield the name of each arm, beside a piece of its line."""
+    for number, arm in enumerate(arms):
+        x = LEFT + number * 190
+        yield f'<path class="median {arm}" d="M{x} 54h26"/><text x="{x + 34}" y="60">{NAMES[arm]}</text>'
+
+
+def table(result: Mapping[str, Any], rows: Mapping[str, str]) -> str:
+    """Return a table of a result's metrics, medians over the seeds: a row for each kind and metric, a column an arm."""
+    metrics, runs = result["metrics"], result["settings"]["curves"]
+    arms = [arm for arm in ARMS if any(arm in found for found in runs.values())]
+    lines = ["| | " + " | ".join(NAMES[arm] for arm in arms) + " |", "|---|" + "---|" * len(arms)]
+    for kind in runs:
+        for metric, told in rows.items():
+            cells = (number(metrics, f"{metric}_{arm}_{kind}") for arm in arms)
+            lines.append(f"| {TRAINED[kind]}: {told} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def number(metrics: Mapping[str, float], name: str) -> str:
+    """Return a metric in two or three digits, with the number of runs that never reached the reward."""
+    never = int(metrics.get(name.replace("seconds_to", "never_at"), 0)) if name.startswith("seconds_to") else 0
+    if name not in metrics:
+        return "never" if never else "–"
+    value = metrics[name]
+    return (f"{value:.0f}" if value >= 10 else f"{value:.2f}") + (f" ({never} never)" if never else "")
+
+
+def shown(device: str) -> str:
+    """Return the name of a result's device as its maker spells it, without what follows."""
+    return device.removeprefix("nvidia-").partition("-")[0].upper()
+
+
+def pictures(kinds: Iterable[str], folder: str) -> str:
+    """Return the plots of `kinds` as Markdown."""
+    return "\n\n".join(f"![Reward over seconds of training, {TRAINED[k]}]({folder}/real-{k}.svg)" for k in kinds)
+
+
+def written(result: Mapping[str, Any]) -> dict[str, str]:
+    """Return the files that show a result, and their text."""
+    runs = {kind: result["settings"]["curves"][kind] for kind in KINDS if kind in result["settings"]["curves"]}
+    files = {f"docs/assets/real-{kind}.svg": plot(kind, found, result["device"]) for kind, found in runs.items()}
+    first, whole = (
+        f"{pictures(list(runs)[:1], 'docs/assets')}\n\n{table(result, FIRST)}",
+        f"{pictures(runs, 'assets')}\n\n{table(result, ALL)}",
+    )
+    for page, block in zip(PAGES, (first, whole), strict=True):
+        files[page] = PLACE.sub(f"{block}\n", (ROOT / page).read_text())
+    return files
+
+
+def main() -> None:
+    file = RESULTS / f"real-{DEVICE}.json"
+    if not file.exists():
+        raise SystemExit(f"There is no {file}: `python -m benchmarks.real FOLDER` measures it on such a device.")
+    for name, text in written(json.loads(file.read_text())).items():
+        (ROOT / name).write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""The plots and tables of real weights that learn."""
+
+import json
+import re
+from xml.etree import ElementTree
+
+from benchmarks import plots, real, result
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def curves(second: float, rises: bool = True) -> dict:
+    """A run of 20 steps of `second` seconds, whose reward rises evenly to 0.95, or stays 0."""
+    rewards = [step / 20 * rises for step in range(20)]
+    return {"startup": 12.3, "held_out": 0.5, "seconds": [second] * 20, "reward": rewards}
+
+
+RUNS = {
+    "full": {"trl": [curves(3.0)], "tuned": [curves(2.0)], "import": [curves(0.5), curves(0.25), curves(0.5)]},
+    "lora": {"trl": [curves(5.0, False), curves(5.0), curves(5.0)], "import": [curves(0.5)]},
+}
+INVENTED = {"device": "nvidia-h200", "metrics": real.metrics_of(RUNS), "settings": {"curves": RUNS}}
+
+
+def points(element: ElementTree.Element) -> list[tuple[float, ...]]:
+    return [tuple(map(float, pair.split(","))) for pair in element.attrib["points"].split()]
+
+
+def test_a_plot_has_a_line_for_each_run_and_the_median_of_each_arm() -> None:
+    drawn = ElementTree.fromstring(plots.plot("full", RUNS["full"], "nvidia-h200"))
+    lines = drawn.findall(f"{SVG}polyline")
+    counted = [line.attrib["class"] for line in lines]
+    assert counted == ["run trl", "run tuned", *["run import"] * 3, "median trl", "median tuned", "median import"]
+    ends = [points(line)[-1] for line in lines]
+    (learned,) = {y for _, y in ends}  # all end with the same reward
+    assert plots.TOP < learned < plots.BOTTOM
+    assert ends[0][0] == plots.RIGHT  # the slowest run ends where the axis does
+    assert abs((ends[2][0] - plots.LEFT) / (plots.RIGHT - plots.LEFT) - 0.5 / 3.0) < 1e-3
+    assert ends[-1] == ends[2]  # the median of 0.5, 0.25 and 0.5 seconds a step
+    assert [len(points(line)) for line in lines] == [20 - real.SMOOTHED + 1] * len(lines)
+    shown = [text.text for text in drawn.findall(f"{SVG}text")]
+    assert {"TRL", "TRL, tuned", "trlx_hybrid", "0.8", "20", "60"} <= set(shown)
+
+
+def test_each_arm_has_a_colour_in_the_light_and_in_the_dark() -> None:
+    assert plots.NAMES.keys() == set(real.ARMS)
+    assert plots.TRAINED.keys() == set(real.KINDS)
+    for arm in real.ARMS:
+        assert len(set(re.findall(rf"\.{arm}{{stroke:(#\w+)}}", plots.STYLE))) == 2
+
+
+def test_axes_have_round_numbers() -> None:
+    assert list(plots.ticks(61.0)) == [0, 10, 20, 30, 40, 50, 60]
+    assert list(plots.ticks(540.0)) == [0, 100, 200, 300, 400, 500]
+    assert list(plots.ticks(0.9)) == [0]
+
+
+def test_a_table_has_a_row_for_each_kind_and_counts_runs_that_never_reached_the_reward() -> None:
+    head, _, *rows = plots.table(INVENTED, plots.FIRST).splitlines()
+    assert head == "| | TRL | TRL, tuned | trlx_hybrid |"
+    assert len(rows) == len(RUNS) * len(plots.FIRST)
+    assert "| all weights: seconds of a step | 3.00 | 2.00 | 0.50 |" in rows
+    assert "| LoRA: seconds of a step | 5.00 | – | 0.50 |" in rows
+    (half,) = (row for row in rows if row.startswith("| LoRA: seconds to half"))
+    assert half.split("|")[2].endswith(" (1 never) ")
+    lost = plots.table(INVENTED | {"metrics": {"never_at_50%_trl_full": 3}}, {"seconds_to_50%": "half"})
+    assert "| all weights: half | never | – | – |" in lost
+
+
+def test_pages_show_the_result_that_is_committed() -> None:
+    """Until there is one, they show nothing."""
+    file = result.RESULTS / f"real-{plots.DEVICE}.json"
+    if file.exists():
+        for name, text in plots.written(json.loads(file.read_text())).items():
+            assert (plots.ROOT / name).read_text() == text, "`python -m benchmarks.plots` writes it anew"
+    else:
+        assert not [*plots.ROOT.glob("docs/assets/real-*.svg")]
+        assert [plots.PLACE.findall((plots.ROOT / page).read_text()) for page in plots.PAGES] == [[""]] * 2
+    assert plots.written(INVENTED).keys() == {*plots.PAGES, "docs/assets/real-full.svg", "docs/assets/real-lora.svg"}

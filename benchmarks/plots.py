@@ -3,7 +3,7 @@
     python -m benchmarks.plots
 
 It writes docs/assets/real-full.svg and docs/assets/real-lora.svg, of the kinds that were measured, and what stands
-between the marks `<!-- real -->` and `<!-- /real -->` of README and docs/benchmarks.md.
+between the marks `<!-- real -->` and `<!-- /real -->` of README, docs/index.md and docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .real import ARMS, KINDS, SMOOTHED
 from .result import RESULTS
 
 ROOT = RESULTS.parents[1]
-PAGES = ("README.md", "docs/benchmarks.md")
+PAGES = ("README.md", "docs/index.md", "docs/benchmarks.md")
 DEVICE = "nvidia-h200"
 """The device whose result is shown."""
 
@@ -114,7 +114,7 @@ def key(arms: Iterable[str]) -> Iterator[str]:
 
 def table(result: Mapping[str, Any], rows: Mapping[str, str]) -> str:
     """Return a table of a result's metrics, medians over the seeds: a row for each kind and metric, a column an arm."""
-    metrics, runs = result["metrics"], result["settings"]["curves"]
+    metrics, runs = result["metrics"], measured(result)
     arms = [arm for arm in ARMS if any(arm in found for found in runs.values())]
     lines = ["| | " + " | ".join(NAMES[arm] for arm in arms) + " |", "|---|" + "---|" * len(arms)]
     for kind in runs:
@@ -138,21 +138,36 @@ def shown(device: str) -> str:
     return device.removeprefix("nvidia-").partition("-")[0].upper()
 
 
-def pictures(kinds: Iterable[str], folder: str) -> str:
-    """Return the plots of `kinds` as Markdown."""
-    return "\n\n".join(f"![Reward over seconds of training, {TRAINED[k]}]({folder}/real-{k}.svg)" for k in kinds)
+def block(result: Mapping[str, Any], prefix: str = "") -> str:
+    """Return what a first page shows: a plot, the table, and what they are; `prefix` leads from the page to docs."""
+    (kind, *_) = measured(result)
+    seeds = max(len(found) for found in measured(result)[kind].values())
+    told = (
+        f"SmolLM2-135M-Instruct learns such sums, {seeds} seeds of each; the table has medians. *Tuned* is without "
+        "sleep mode and gradient checkpointing, which a model this small allows: "
+        f"[how it was measured]({prefix}benchmarks.md#real-weights)."
+    )
+    return f"{picture(kind, prefix)}\n\n{table(result, FIRST)}\n\n{told}"
+
+
+def picture(kind: str, prefix: str = "") -> str:
+    """Return a plot as Markdown."""
+    return f"![Reward over seconds of training, {TRAINED[kind]}]({prefix}assets/real-{kind}.svg)"
+
+
+def measured(result: Mapping[str, Any]) -> dict[str, Runs]:
+    """Return the runs of each kind."""
+    runs = result["settings"]["curves"]
+    return {kind: runs[kind] for kind in KINDS if kind in runs}
 
 
 def written(result: Mapping[str, Any]) -> dict[str, str]:
     """Return the files that show a result, and their text."""
-    runs = {kind: result["settings"]["curves"][kind] for kind in KINDS if kind in result["settings"]["curves"]}
+    runs = measured(result)
     files = {f"docs/assets/real-{kind}.svg": plot(kind, found, result["device"]) for kind, found in runs.items()}
-    first, whole = (
-        f"{pictures(list(runs)[:1], 'docs/assets')}\n\n{table(result, FIRST)}",
-        f"{pictures(runs, 'assets')}\n\n{table(result, ALL)}",
-    )
-    for page, block in zip(PAGES, (first, whole), strict=True):
-        files[page] = PLACE.sub(f"{block}\n", (ROOT / page).read_text())
+    whole = "\n\n".join([*map(picture, runs), table(result, ALL)])
+    for page, text in zip(PAGES, (block(result, "docs/"), block(result), whole), strict=True):
+        files[page] = PLACE.sub(f"{text}\n", (ROOT / page).read_text())
     return files
 
 

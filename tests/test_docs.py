@@ -281,6 +281,35 @@ def test_the_architecture_says_what_each_room_is_about() -> None:
     assert told == {entry.stem for entry in entries if entry.suffix == ".py" or any(entry.glob("*.py"))}
 
 
+def test_readme_is_read_in_a_minute() -> None:
+    """Six points of at most 30 words; and its versions are those that pip is told."""
+    import tomllib
+
+    from packaging.requirements import Requirement
+
+    readme = (ROOT / "README.md").read_text()
+    assert readme.count("\n") <= 110
+    points = re.findall(r"^- (\*\*.*?)(?=\n- |\n\n)", readme, re.DOTALL | re.MULTILINE)
+    assert len(points) == 6
+    assert not [point for point in points if len(re.sub(r"\]\(.*?\)", "]", point).split()) > 30]
+    core, engine = (
+        tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+        for folder in ("", "plugins/trlx-hybrid-vllm")
+    )
+    declared = [*core["dependencies"], *engine["optional-dependencies"]["cuda"]]
+    bounds = {r.name: str(r.specifier) for r in map(Requirement, declared)} | {"Python": core["requires-python"]}
+    said = dict(re.findall(r"(Python|TRL|vLLM|transformers|torch) ((?:[\d.]+\d)(?: or [\d.]+\d| or newer)?)", readme))
+    assert said == {
+        "Python": bounds["Python"].removeprefix(">=") + " or newer",
+        "TRL": "1.16",
+        "vLLM": "0.31 or 0.32",
+        "transformers": "5.17 or newer",
+        "torch": bounds["torch"].removeprefix(">=") + " or newer",
+    }
+    assert (bounds["trl"], bounds["vllm"]) == ("<1.17,>=1.16", "<0.33,>=0.31")
+    assert bounds["transformers"] == "<6,>=5.17"
+
+
 def test_a_newcomer_finds_each_kind_check_and_slot() -> None:
     kinds, checks = {row[5].strip("`") for row in ADDED}, " ".join(row[3] for row in ADDED)
     assert kinds - {"none"} == set(KINDS)

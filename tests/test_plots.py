@@ -75,5 +75,6 @@ def test_pages_show_the_result_that_is_committed() -> None:
             assert (plots.ROOT / name).read_text() == text, "`python -m benchmarks.plots` writes it anew"
     else:
         assert not [*plots.ROOT.glob("docs/assets/real-*.svg")]
-        assert [plots.PLACE.findall((plots.ROOT / page).read_text()) for page in plots.PAGES] == [[""]] * 2
+        for page in plots.PAGES:
+            assert plots.PLACE.findall((plots.ROOT / page).read_text()) == [""]
     assert plots.written(INVENTED).keys() == {*plots.PAGES, "docs/assets/real-full.svg", "docs/assets/real-lora.svg"}

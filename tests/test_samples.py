@@ -120,6 +120,26 @@ def test_changed_imports_and_json() -> None:
         json.loads(block)
 
 
+def test_readme(execute, capfd) -> None:
+    """The first script that a stranger sees, with a tiny model in the place of the one that it downloads."""
+    tokenizer = chat_tokenizer(["It is 42."])
+    chatty_model(tokenizer, ["It is 42."]).save_pretrained("model")
+    tokenizer.save_pretrained("model")
+    edits = {
+        '"HuggingFaceTB/SmolLM2-135M-Instruct"': '"model"',
+        "max_steps=100, gradient_accumulation_steps=16": "max_steps=1, bf16=False, use_cpu=True, report_to=[]",
+    }
+    names = execute("README.md", edits=edits)
+    (trainer,) = names["trainers"]
+    assert trainer.state.global_step == 1
+    assert trainer.session.live_engine is not None
+    assert trainer.session.scoring.name == "packed"
+    said = [[{"role": "assistant", "content": text}] for text in ("10 + 32 = 42.", "142", "none", "42 or 43")]
+    assert names["right"](completions=said, answer=["42"] * 4) == [1.0, 0.0, 0.0, 0.0]
+    assert "weights=alias" in capfd.readouterr().err
+    trainer.session.close()
+
+
 def test_quickstart(execute, monkeypatch) -> None:
     """The second script's model, dataset and reward would be downloaded."""
     import datasets

@@ -127,7 +127,8 @@ def test_readme(execute, capfd) -> None:
     tokenizer.save_pretrained("model")
     edits = {
         '"HuggingFaceTB/SmolLM2-135M-Instruct"': '"model"',
-        "max_steps=100, gradient_accumulation_steps=16": "max_steps=1, bf16=False, use_cpu=True, report_to=[]",
+        "max_steps=100": "max_steps=1, bf16=False, use_cpu=True, report_to=[]",
+        "gradient_accumulation_steps=16": "gradient_accumulation_steps=1",
     }
     names = execute("README.md", edits=edits)
     (trainer,) = names["trainers"]
@@ -135,7 +136,7 @@ def test_readme(execute, capfd) -> None:
     assert trainer.session.live_engine is not None
     assert trainer.session.scoring.name == "packed"
     said = [[{"role": "assistant", "content": text}] for text in ("10 + 32 = 42.", "142", "none", "42 or 43")]
-    assert names["right"](completions=said, answer=["42"] * 4) == [1.0, 0.0, 0.0, 0.0]
+    assert names["right"](completions=said, total=[42] * 4) == [1.0, 0.0, 0.0, 0.0]
     assert "weights=alias" in capfd.readouterr().err
     trainer.session.close()
 

@@ -158,6 +158,18 @@ def test_a_recipe_says_what_todays_configs_read_and_names_functions_that_are_the
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda file: file.stem)
+def test_a_recipe_says_where_it_was_run(recipe):
+    """In its head as on the page; one that claims a GPU is a script of the page of whole runs."""
+    (seen,) = re.findall(r"^# Seen: +(.*)$", recipe.read_text(), re.MULTILINE)
+    (row,) = re.findall(rf"^\| `{recipe.stem}` .* \| ([^|]+) \|$", (ROOT / "docs/recipes.md").read_text(), re.MULTILINE)
+    assert ("not yet on a GPU" in seen) == (row == "not yet")
+    if row != "not yet":
+        whole = (ROOT / "tests/whole_runs/test_one_gpu.py").read_text()
+        (case,) = re.findall(rf'^def test_(\w+)\(.*\):\n(?: .*\n|\n(?= ))*? .*"{recipe.name}"', whole, re.MULTILINE)
+        assert f"`{case}`" in (ROOT / "docs/tested.md").read_text()
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda file: file.stem)
 def test_the_forecast_in_the_comment_is_what_the_command_prints(recipe, tmp_path, capsys):
     text = recipe.read_text()
     command, shown = re.search(r"^#     \$ trlx-hybrid (.*)\n((?:#     .*\n)+)", text, re.MULTILINE).groups()

@@ -26,12 +26,12 @@ DEVICE = "nvidia-h200"
 NAMES = {"trl": "TRL", "tuned": "TRL, tuned", "import": "trlx_hybrid"}
 TRAINED = {"full": "all weights", "lora": "LoRA"}
 FIRST = {
-    "seconds_to_50%": "seconds to half of the reward",
-    "seconds_to_90%": "seconds to 90% of it",
-    "step_seconds": "seconds of a step",
-    "startup_seconds": "seconds before the first step",
+    "seconds_to_50%": "half of the reward",
+    "seconds_to_90%": "90% of it",
+    "step_seconds": "one step",
+    "startup_seconds": "start-up",
 }
-"""The rows of README's table, by the metrics they show."""
+"""The rows of a first page's table, by the metrics they show."""
 
 ALL = FIRST | {"reward": "reward of the last ten steps", "held_out": "reward of tasks that were held out"}
 PLACE = re.compile(r"(?<=<!-- real -->\n).*?(?=<!-- /real -->)", re.DOTALL)
@@ -116,7 +116,7 @@ def table(result: Mapping[str, Any], rows: Mapping[str, str]) -> str:
     """Return a table of a result's metrics, medians over the seeds: a row for each kind and metric, a column an arm."""
     metrics, runs = result["metrics"], measured(result)
     arms = [arm for arm in ARMS if any(arm in found for found in runs.values())]
-    lines = ["| | " + " | ".join(NAMES[arm] for arm in arms) + " |", "|---|" + "---|" * len(arms)]
+    lines = ["| seconds | " + " | ".join(NAMES[arm] for arm in arms) + " |", "|---|" + "---|" * len(arms)]
     for kind in runs:
         for metric, told in rows.items():
             cells = (number(metrics, f"{metric}_{arm}_{kind}") for arm in arms)

@@ -57,11 +57,11 @@ def test_axes_have_round_numbers() -> None:
 
 def test_a_table_has_a_row_for_each_kind_and_counts_runs_that_never_reached_the_reward() -> None:
     head, _, *rows = plots.table(INVENTED, plots.FIRST).splitlines()
-    assert head == "| | TRL | TRL, tuned | trlx_hybrid |"
+    assert head == "| seconds | TRL | TRL, tuned | trlx_hybrid |"
     assert len(rows) == len(RUNS) * len(plots.FIRST)
-    assert "| all weights: seconds of a step | 3.00 | 2.00 | 0.50 |" in rows
-    assert "| LoRA: seconds of a step | 5.00 | – | 0.50 |" in rows
-    (half,) = (row for row in rows if row.startswith("| LoRA: seconds to half"))
+    assert "| all weights: one step | 3.00 | 2.00 | 0.50 |" in rows
+    assert "| LoRA: one step | 5.00 | – | 0.50 |" in rows
+    (half,) = (row for row in rows if row.startswith("| LoRA: half"))
     assert half.split("|")[2].endswith(" (1 never) ")
     lost = plots.table(INVENTED | {"metrics": {"never_at_50%_trl_full": 3}}, {"seconds_to_50%": "half"})
     assert "| all weights: half | never | – | – |" in lost

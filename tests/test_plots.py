@@ -57,7 +57,7 @@ def test_axes_have_round_numbers() -> None:
 
 def test_a_table_has_a_row_for_each_kind_and_counts_runs_that_never_reached_the_reward() -> None:
     head, _, *rows = plots.table(INVENTED, plots.FIRST).splitlines()
-    assert head == "| seconds | TRL | TRL, tuned | trlx_hybrid |"
+    assert head == "| seconds | TRL | TRL, tuned | here |"
     assert len(rows) == len(RUNS) * len(plots.FIRST)
     assert "| all weights: one step | 3.00 | 2.00 | 0.50 |" in rows
     assert "| LoRA: one step | 5.00 | – | 0.50 |" in rows

@@ -221,7 +221,9 @@ def report(run_dir: Path, before: list[str], after: list[str], tasks: list[Task]
     print(f"            {'before GRPO':>12}{'after GRPO':>12}")
     print(f"  accuracy  {scores['before']:>12.1%}{scores['after']:>12.1%}")
     for answer in answers[:4]:
-        print(f"  {answer['word']:<10}{answer['before']:>12}{answer['after']:>12}")
+        before_mark, after_mark = (" ✓" if answer[when] == answer["right"] else "  " for when in ("before", "after"))
+        print(f"  {answer['word']:<10}{answer['before']:>10}{before_mark}{answer['after']:>10}{after_mark}".rstrip())
+    print("  ✓ right")
     print(f"\nRun folder: {run_dir}  (model, reward.png, results.json)")
 
 

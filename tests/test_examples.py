@@ -49,6 +49,23 @@ def test_the_example_trains_and_saves_from_the_command_line(tmp_path):
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
+def test_the_table_of_the_quickstart_marks_right_answers(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("reasoning_gym")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import quickstart
+
+    tasks = [{"metadata": {"word": word}, "answer": word[::-1]} for word in ("lamp", "tree")]
+    monkeypatch.setattr(quickstart, "is_right", lambda task, answer: answer == task["answer"])
+    quickstart.report(tmp_path, ["pmla", "eert"], ["pmal", "eetr"], tasks, [0.5, 0.5])
+    _, after = capsys.readouterr().out.split("after GRPO\n")
+    assert [line.split() for line in after.splitlines()[:4]] == [
+        ["accuracy", "50.0%", "50.0%"],
+        ["lamp", "pmla", "pmal", "✓"],
+        ["tree", "eert", "✓", "eetr"],
+        ["✓", "right"],
+    ]
+
+
 def test_squares_are_counted(tmp_path):
     """In `make test-vision`, from the command line, with fewer steps: the accuracy on new pictures rises."""
     pytest.importorskip("torchvision", reason="processors of pictures need torchvision")

@@ -4,6 +4,7 @@ import ast
 import gc
 import graphlib
 import re
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -113,6 +114,16 @@ def in_fresh_python(code):
 def test_importing_the_package_leaves_torch_and_trl_out():
     code = "import sys, trlx_hybrid; print([m for m in ('torch', 'trl', 'vllm', 'ray', 'numpy') if m in sys.modules])"
     assert in_fresh_python(code) == "[]"
+
+
+def test_an_import_on_a_cpu_says_nothing_of_triton():
+    """vLLM warns of it, with the level that users have; what else that logger has to say is told."""
+    code = "from trlx_hybrid import GRPOTrainer; import logging; "
+    code += "logging.getLogger('vllm.triton_utils.importing').warning('An unexpected error occurred')"
+    plain = {name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_LEVEL"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=plain)
+    assert "Triton is installed" not in done.stdout + done.stderr
+    assert "An unexpected error occurred" in done.stdout + done.stderr
 
 
 def test_loading_every_plugin_leaves_the_backends_out():

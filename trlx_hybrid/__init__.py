@@ -7,6 +7,7 @@ trainers bring trl.
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,18 @@ __all__ = [
 
 
 _moved.install()
+
+
+def _worth_telling(record: logging.LogRecord) -> bool:
+    """Return False for vLLM's warning about Triton where torch was built for CPUs: Triton has no use there."""
+    import torch
+
+    accelerated = torch.version.cuda or torch.version.hip or torch.version.xpu
+    return bool(accelerated) or not record.getMessage().startswith("Triton is installed, but")
+
+
+# Here, since TRL imports vLLM, which warns then, before any plugin is loaded.
+logging.getLogger("vllm.triton_utils.importing").addFilter(_worth_telling)
 
 
 @contextmanager

@@ -3,8 +3,8 @@
 import ast
 import gc
 import graphlib
-import re
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path

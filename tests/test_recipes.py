@@ -302,6 +302,49 @@ def test_mathematics_from_the_command_line(stand_ins, tmp_path):
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
+@pytest.fixture
+def published(tmp_path):
+    """Write what a rehearsal reads of a model: a config with the sizes of the real one, and a tokenizer; no weights."""
+
+    def write(name, turns):
+        chat_tokenizer(turns).save_pretrained(tmp_path / "published")
+        (tmp_path / "published" / "config.json").write_text(json.dumps(CONFIGS[name]))
+        (tmp_path / "data").mkdir()
+        (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in GSM8K))
+        flags = ["--model_name_or_path", str(tmp_path / "published"), "--dataset_name", str(tmp_path / "data")]
+        return [*flags, "--dataset_config", "default"]
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name", "further"),
+    [
+        ("math-24gb", "Qwen/Qwen2.5-1.5B-Instruct", ["--reward_funcs", "gsm8k.py:last_number", "--max_steps", "1"]),
+        ("math-8x80gb", "Qwen/Qwen2.5-7B-Instruct", ["--reward_funcs", "gsm8k.py:last_number"]),
+        ("tools-24gb", "Qwen/Qwen3-4B-Instruct-2507", []),
+    ],
+)
+def test_a_recipe_is_rehearsed_on_a_laptop_with_one_flag(
+    recipe, name, further, published, tmp_path, monkeypatch, started_once, capfd
+):
+    """With the sizes that GPUs have: two steps of a small model, and the user's own flags win."""
+    flags = published(name, ["It is 3"])
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", str(FOLDER / f"{recipe}.yaml"), *flags, "--rehearse", *further]) == 0
+    said = capfd.readouterr().out
+    assert f"rehearsed: {1 if recipe == 'math-24gb' else 2} steps on a CPU, with a qwen" in said
+    assert f"million random weights in the place of {tmp_path}/published." in said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_model_with_pictures_is_not_rehearsed(published, capsys):
+    flags = published("Qwen/Qwen2.5-VL-3B-Instruct", ["It is 3"])
+    flags += ["--reward_funcs", "gsm8k.py:last_number", "--rehearse"]
+    assert main(["train", str(FOLDER / "vision-24gb.yaml"), *flags]) == 1
+    assert "--rehearse makes no small qwen2_5_vl" in capsys.readouterr().err
+
+
 RUNS = {
     "math-24gb": (["It is 3", "It is 4"], GSM8K, ["--reward_funcs", "gsm8k.py:last_number"]),
     "math-7b-24gb": (["It is 3", "It is 4"], GSM8K, ["--reward_funcs", "gsm8k.py:last_number"]),

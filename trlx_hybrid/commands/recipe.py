@@ -47,6 +47,14 @@ class RecipeConfig:
         },
     )
 
+    rehearse: bool = field(
+        default=False,
+        metadata={
+            "help": "Run two short steps on a CPU, with a small model of the same architecture and random weights, and "
+            "end: the dataset, the rewards and the tokenizer are the run's own. Nothing is saved."
+        },
+    )
+
     def __post_init__(self) -> None:
         for name in ("reward_funcs", "tools"):
             if isinstance(getattr(self, name), str):  # YAML with one name instead of a list

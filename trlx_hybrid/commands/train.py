@@ -19,8 +19,10 @@ import yaml  # type: ignore[import-untyped]
 from ..config import HybridConfig
 from ..errors import ConfigError, HybridError, did_you_mean, nearest
 from .recipe import RecipeConfig, RecipeSettings
+from .rehearsal import FLAGS, rehearse
 
 TRAINERS = ("grpo", "rloo")
+TRUE = ("true", "yes", "on", "t", "y", "1")  # as a flag that is a bool reads them
 
 
 def add_command(commands: Any) -> None:
@@ -47,7 +49,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train as a recipe says, or print the forecast of its memory; return the exit status.
+    """Train or rehearse as a recipe says, or print the forecast of its memory; return the exit status.
 
     Args:
         options: the command's options: `recipe`, the path, and `settings`, the flags after it.
@@ -56,8 +58,10 @@ def run(options: argparse.Namespace) -> int:
         ConfigError: something is wrong with the recipe; raised before the model is loaded.
     """
     given = read(Path(options.recipe), options.settings)
-    if given.recipe.forecast is None:
+    if given.recipe.forecast is None and not given.recipe.rehearse:
         train(given)
+    elif given.recipe.forecast is None:
+        print("\n".join(rehearse(given, train)))
     else:
         from .forecast import forecast, gpus_of  # here, since it imports torch
 
@@ -85,6 +89,7 @@ def read(recipe: Path, flags: Sequence[str]) -> RecipeSettings:
     which = argparse.ArgumentParser(prog=program, usage=usage, add_help=False, allow_abbrev=False)
     which.add_argument("--trainer", default=settings.get("trainer", TRAINERS[0]))
     which.add_argument("--forecast", default=settings.get("forecast"))
+    which.add_argument("--rehearse", nargs="?", const="True", default=str(settings.get("rehearse", False)))
     first = which.parse_known_args(flags)[0]
     trainer = first.trainer
     if trainer not in TRAINERS:
@@ -108,6 +113,8 @@ def read(recipe: Path, flags: Sequence[str]) -> RecipeSettings:
     )
     if first.forecast is not None:
         flags = [*flags, "--use_cpu", "True"]  # transformers refuses `bf16` where there is no GPU
+    elif first.rehearse.lower() in TRUE:
+        flags = [*FLAGS, *flags]
     try:
         parsed = parser.parse_args_and_config(["--config", str(recipe), *flags])
     except HybridError:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 STEPS = 2
 FLAGS = (
     f"--use_cpu True --bf16 False --fp16 False --dtype float32 --max_steps {STEPS} --logging_steps 1 "
-    "--save_strategy no --report_to none --per_device_train_batch_size 4 --gradient_accumulation_steps 1 --num_generations 2 "
-    "--max_completion_length 32 --load_in_4bit False --load_in_8bit False --fsdp="
+    "--save_strategy no --report_to none --per_device_train_batch_size 4 --gradient_accumulation_steps 1 "
+    "--num_generations 2 --max_completion_length 32 --load_in_4bit False --load_in_8bit False --fsdp="
 ).split()
 """Flags that stand in the place of a recipe's settings in a rehearsal. The user's flags win."""
 

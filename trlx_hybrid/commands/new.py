@@ -81,6 +81,14 @@ KINDS = {
         summary="A scoring that cuts off the padding that no row of a forward pass needs",
         use='Choose it as `HybridConfig(scoring="$name")`, or `--scoring $name`.',
     ),
+    "tool": Kind(
+        summary="An environment whose method is a tool that the model calls",
+        use='Choose it as `HybridConfig(engine="vllm", environment="$name")`, or `--environment $name`.\n'
+        "Play it yourself: `trlx-hybrid environments try $name`.",
+        modules=("environment",),
+        brings="multiturn",
+        samples=True,
+    ),
     "weights": Kind(
         summary="A weight path that streams full tensors through the engine's loader",
         use='Choose it as `HybridConfig(engine="vllm", weights="$name")`, or `--weights $name`.',

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from trlx_hybrid.testing.processes import start_ranks, wait_all
 
 ROOT = Path(__file__).parents[1]
 PLUGIN_PAGE = ROOT / "docs" / "plugins.md"
@@ -64,6 +65,41 @@ def test_not_installed_here() -> None:
     from importlib.metadata import entry_points
 
     assert "hello" not in {entry_point.name for entry_point in entry_points(group="trlx_hybrid")}
+
+
+TWO_RANKS = """
+import sys
+from trl import GRPOConfig
+from trlx_hybrid import GRPOTrainer
+from trlx_hybrid.testing.models import character_tokenizer, sorting_prompts, tiny_grpo, tiny_model
+
+sys.path.insert(0, sys.argv[2])
+from trlx_hello import plugin
+
+args = GRPOConfig(**tiny_grpo(sys.argv[1], use_vllm=False, per_device_train_batch_size=4, max_steps=2))
+trainer = GRPOTrainer(
+    model=tiny_model(),
+    args=args,
+    reward_funcs=lambda completions, **columns: [1.0] * len(completions),
+    train_dataset=sorting_prompts(),
+    processing_class=character_tokenizer(),
+    plugins=[plugin],
+)
+trainer.train()
+"""
+
+
+def test_two_ranks_say_it_once(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TWO_RANKS)
+    source = ROOT / "examples" / "plugin_hello" / "src"
+    here = os.environ | {"ACCELERATE_USE_CPU": "true"}
+    started = start_ranks(tmp_path / "train.py", tmp_path / "out", source, count=2, environment=here)
+    first, second = wait_all(started, 200)
+    assert first.returncode == second.returncode == 0, first.stderr[-3000:] + second.stderr[-3000:]
+    assert "hello: watching 2 rank(s)" in first.stderr
+    assert "hello:" not in second.stdout + second.stderr
+    said = re.findall(r"hello: (\d+) trajectories, (\d+) tokens, reward (\S+)", first.stdout)
+    assert [(rows, reward) for rows, _, reward in said] == [("8", "1.000")] * 2
 
 
 @pytest.mark.slow

@@ -4,6 +4,9 @@ Replace a component by offering one in `trlx_register`; observe the run with the
 `trlx_hybrid.hookimpl`; a hook may take fewer arguments than listed here, never others. Plugins run in the order of
 their names, last first, the same on every rank. An exception in a hook stops the run with a message that names the
 plugin. Where TRL already has an argument for something (reward functions, callbacks, tools) there is no hook.
+
+Every rank calls the hooks, each with its own rows. Print, and write files, only where `session.ranks.rank == 0`.
+`session.ranks.gather(value)` returns the values of all ranks; every rank must call it, so call it before that `if`.
 """
 
 from __future__ import annotations

@@ -10,9 +10,14 @@ def trlx_report_header(session):
 
 
 @hookimpl
-def trlx_rollout_end(trajectories):
-    """Print the rollout's tokens and mean reward. A hook may take fewer arguments than its spec lists."""
-    tokens = sum(len(t.completion_ids) for t in trajectories)
-    rewards = [t.reward for t in trajectories if t.reward is not None]
-    mean = sum(rewards) / len(rewards) if rewards else float("nan")
-    print(f"hello: {len(trajectories)} trajectories, {tokens} tokens, reward {mean:.3f}")
+def trlx_rollout_end(session, trajectories):
+    """Print the tokens and the mean reward of the rollout of all ranks, once.
+
+    Every rank calls a hook, with its own rows. `gather` is collective, so it stands before the `if`.
+    """
+    rows = [(len(t.completion_ids), t.reward) for t in trajectories]
+    rows = [row for of_rank in session.ranks.gather(rows) for row in of_rank]
+    if session.ranks.rank == 0:
+        rewards = [reward for _, reward in rows if reward is not None]
+        mean = sum(rewards) / len(rewards) if rewards else float("nan")
+        print(f"hello: {len(rows)} trajectories, {sum(tokens for tokens, _ in rows)} tokens, reward {mean:.3f}")

@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 from trl.chat_template_utils import add_response_schema
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
+from trlx_hybrid.testing.conformance import check_rollout
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 
 ROOT = Path(__file__).parents[1]
@@ -200,6 +201,12 @@ def test_plugins(execute, run) -> None:
     config = eval(" ".join(chosen.split()), names)
     trainer = run(trlx_hybrid.GRPOTrainer, hybrid=config, plugins=[plugin], max_steps=1).trainer
     assert isinstance(trainer.session.rollout, names["SortedRollout"])
+    trainer.session.close()
+    longest = ModuleType("longest")
+    longest.trlx_register = trlx_hybrid.hookimpl(
+        lambda registry: registry.offer("rollout", "longest_of_four", lambda *given: names["LongestOfFour"]())
+    )
+    check_rollout("longest_of_four", engine_options={"max_model_len": 128}, plugins=[longest])
 
 
 def test_hybrid_engine(execute, one_rank, capfd) -> None:

@@ -4,7 +4,8 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from trlx_hybrid.rollout.seeding import RowTracker, preserved_generators, request_seed
+from trlx_hybrid.contract.types import Request
+from trlx_hybrid.rollout.seeding import RowTracker, preserved_generators, request_seed, several
 
 small = st.integers(0, 2**31)
 
@@ -17,6 +18,18 @@ def test_seeds_fit_vllm_repeat_and_depend_on_every_part(key, position, other):
     changed = list(key)
     changed[position] = other if position != 1 else "eval" if key[1] == "train" else "train"
     assert (request_seed(*changed) == seed) == (tuple(changed) == key)
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(1, 6))
+def test_several_of_a_prompt_are_other_draws_however_many_are_asked_for(seed, count):
+    asking = Request(prompt_ids=[1, 2], seed=seed, row=3, turn=1, max_tokens=5)
+    asked = several(asking, count)
+    assert asked == several(asking, 6)[:count]
+    assert asked[0] is asking
+    assert len({request.seed for request in asked}) == count
+    for request in asked:
+        assert 0 <= request.seed < 2**63
+        assert (request.prompt_ids, request.row, request.turn, request.max_tokens) == ([1, 2], 3, 1, 5)
 
 
 def test_generators_come_back_as_they_were():

@@ -8,6 +8,11 @@ import random
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..contract.types import Request
 
 
 def request_seed(run_seed: int, stream: str, weight_version: int, row: int, generation: int, turn: int) -> int:
@@ -29,6 +34,21 @@ def request_seed(run_seed: int, stream: str, weight_version: int, row: int, gene
         A non-negative integer below 2**63, which both of vLLM's runners accept.
     """
     key = struct.pack("<5q", run_seed, weight_version, row, generation, turn) + stream.encode()
+    return _digest(key)
+
+
+def several(request: Request, count: int) -> list[Request]:
+    """Return requests for `count` completions of one prompt, for a rollout that samples several and returns one of
+    them. They differ in their seeds only, so each completion is another draw.
+
+    The first one is the request itself. The other seeds are hashes of its seed and of their places, so they do not
+    depend on `count` or on other requests.
+    """
+    seeds = (_digest(struct.pack("<2q", request.seed, place)) for place in range(1, count))
+    return [request, *(replace(request, seed=seed) for seed in seeds)]
+
+
+def _digest(key: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
 

@@ -4,6 +4,8 @@ import argparse
 import html.parser
 import json
 import re
+import shutil
+import subprocess
 
 import pytest
 import trlx_hybrid
@@ -13,6 +15,7 @@ from trlx_hybrid.testing.models import character_tokenizer
 from trlx_hybrid_trajectories.choice import TOKENS, choose
 from trlx_hybrid_trajectories.cli import add_report
 from trlx_hybrid_trajectories.events import ACTIVITIES, read_events, trace
+from trlx_hybrid_trajectories.page import packaged
 from trlx_hybrid_trajectories.report import as_report, curves
 
 from tests.support.recorded import add_lines, append
@@ -89,6 +92,37 @@ def test_the_page_of_a_run_has_its_figures(run, tmp_path):
     names = [span.name for span in read_events(folder).spans]
     per_step = ["wake", "sync", "wake", "rollout", "sleep", "scoring", "train"]
     assert names == ["setup", *per_step * 3, "idle"]
+
+
+def test_timeline_and_trajectories_come_before_the_curves(tmp_path):
+    write(tmp_path, 1, range(3))
+    add_trajectories(tmp_path, [["one"], ["two"]])
+    page = Page(as_report(tmp_path))
+    parts = ["timeline", "trajectories", "curves", "syncs", "memory"]
+    assert [name for name in page.ids if name in parts] == parts
+    assert [a["href"] for tag, a in page.tags if tag == "a" and a["href"][1:] in parts] == [f"#{p}" for p in parts]
+
+
+RANGES = """
+const element = { textContent: "{}", addEventListener() {} };
+globalThis.document = { getElementById: () => element, querySelectorAll: () => [] };
+globalThis.IntersectionObserver = class {};
+globalThis.addEventListener = () => {};
+globalThis.matchMedia = () => element;
+require("vm").runInThisContext(require("fs").readFileSync(0, "utf8"));
+console.log(JSON.stringify([range(null, 0, 0), range(null, 5, 5), range(null, 0, 2), range(null, null, null)]));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node runs the page's script")
+def test_zeros_have_no_axis_to_a_hundred():
+    scripts = packaged("uplot/uPlot.iife.min.js") + ";" + packaged("report.js")
+    done = subprocess.run(["node", "-e", RANGES], input=scripts, capture_output=True, text=True, check=True)
+    zeros, fives, rising, nothing = json.loads(done.stdout)
+    assert zeros == [0, 1]
+    assert fives == [0, 10]
+    assert rising == [0, pytest.approx(2.2)]
+    assert nothing == [None, None]
 
 
 def test_a_run_without_an_engine_shows_what_it_has(run, tmp_path):
@@ -314,8 +348,6 @@ def test_a_folder_without_a_run_is_refused(tmp_path, folder, message):
 
 
 def test_every_activity_has_a_colour():
-    from trlx_hybrid_trajectories.page import packaged
-
     for name in ACTIVITIES:
         assert packaged("report.css").count(f"--p-{name}:") == 2
         assert f".p-{name} " in packaged("report.css")

@@ -18,6 +18,12 @@ function axis(more) {
   return { stroke: colour("--soft"), font, grid: { stroke, width: 1 }, ticks: { stroke, width: 1 }, ...more };
 }
 
+// uPlot's own range, which for zeros alone would be 0 to 100.
+function range(plot, min, max) {
+  if (min == null) return [null, null];
+  return min === 0 && max === 0 ? [0, 1] : uPlot.rangeNum(min, max, 0.1, true);
+}
+
 function curve(box, { axis: name, x, series }) {
   const lines = series.map(([label], index) => ({
     label,
@@ -31,7 +37,7 @@ function curve(box, { axis: name, x, series }) {
   const settings = {
     width: box.clientWidth,
     height: 200,
-    scales: { x: { time: false } },
+    scales: { x: { time: false }, y: { range } },
     cursor: { sync: { key: name }, y: false },
     axes: [
       axis({ size: 34 }),

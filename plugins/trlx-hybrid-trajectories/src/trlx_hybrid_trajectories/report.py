@@ -1,5 +1,5 @@
-"""An HTML page about a run, in a single file that loads nothing from elsewhere: curves of metrics, a timeline of
-phases, weight syncs, memory and trajectories."""
+"""An HTML page about a run, in a single file that loads nothing from elsewhere: a timeline of phases, trajectories,
+curves of metrics, weight syncs and memory."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ def as_report(run: Path) -> str:
     groups = curves(logs)
     data: JsonObject = {"charts": [], "colours": list(ACTIVITIES)}
     parts = [
-        *_part("curves", "Curves", _curves(groups, source, data)),
         *_part("timeline", "Timeline", _timeline(events, data)),
+        *_part("trajectories", "Trajectories", _trajectories(trajectories)),
+        *_part("curves", "Curves", _curves(groups, source, data)),
         *_part("syncs", "Weight syncs", _syncs(events, data)),
         *_part("memory", "Memory", _memory(events, data)),
-        *_part("trajectories", "Trajectories", _trajectories(trajectories)),
     ]
     title = (run.resolve().name or str(run)) + " · run report"
-    links = {p: f'<a href="#{p}">{p}</a>' for p in ("curves", "timeline", "syncs", "memory", "trajectories")}
+    links = {p: f'<a href="#{p}">{p}</a>' for p in ("timeline", "trajectories", "curves", "syncs", "memory")}
     links["syncs"] = '<a href="#syncs">weight syncs</a>'
     body = [
         *_head(title, run, events, logs),

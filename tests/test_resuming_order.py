@@ -11,6 +11,7 @@ from datasets import Dataset
 from trlx_hybrid import GRPOTrainer
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
+from trlx_hybrid.trl.checkpoint.data_order import read_place
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SHAPES = {
@@ -151,6 +152,31 @@ def test_a_checkpoint_of_stock_trl_goes_on_in_the_order_of_its_epoch(run, prompt
     again = run(GRPOTrainer, resume=str(tmp_path / "middle" / "checkpoint-2"), **settings)
     assert "lies in the middle of a rollout that it does not hold, as one that was written without" in caplog.text
     assert again.recorder.prompts == whole.recorder.prompts  # of both rollouts, each at its step
+
+
+class Unsavable(GRPOTrainer):
+    """Puts values into the rollout that no checkpoint can keep."""
+
+    def _generate_and_score_completions(self, inputs):
+        batch = super()._generate_and_score_completions(inputs)
+        return batch | {"notes": [object() for _ in inputs]}
+
+
+def test_a_rollout_that_cannot_be_saved_is_not_taken_for_one_that_was(run, prompts, tmp_path, caplog):
+    """Also not where the folder holds the rollout of an earlier run, which stopped at the same step."""
+    shape = SHAPES["a rollout for four steps"] | {"max_steps": 2}
+    settings = shape | {"per_device_train_batch_size": 4, "train_dataset": prompts, "output_dir": str(tmp_path)}
+    settings |= {"save_strategy": "steps", "save_steps": 1}
+    run(GRPOTrainer, **settings)
+    checkpoint = tmp_path / "checkpoint-1"
+    assert read_place(checkpoint).kept
+    assert (checkpoint / "trlx_hybrid_rollout_0.pt").exists()
+    run(Unsavable, **settings)
+    assert not read_place(checkpoint).kept
+    assert not (checkpoint / "trlx_hybrid_rollout_0.pt").exists()
+    assert "its rollout holds 'notes', a object, which a checkpoint cannot keep" in caplog.text
+    run(Unsavable, resume=str(checkpoint), **settings)
+    assert "lies in the middle of a rollout that it does not hold" in caplog.text
 
 
 def test_a_rollout_that_is_torn_ends_the_resume_with_the_name_of_its_file(run, tmp_path):

@@ -60,8 +60,8 @@ class Place:
         begin: (n,) uint8 states of the sampler's generators before the epoch.
         now: the generators' states when the checkpoint is written: before the next epoch, if this one is over.
         micro_batch: micro-batches that the run has trained on, TRL's `_step`.
-        kept: whether later steps still train on the latest rollout; each rank then has written its own part of that
-            rollout into the checkpoint, unless the part has values that cannot be saved.
+        kept: whether later steps still train on the latest rollout, and rank 0 has written its part of it into the
+            checkpoint. Each other rank has, too, unless its part has values that cannot be saved.
         settings: the arguments that decide the order, by name, and facts of the dataset.
     """
 
@@ -136,8 +136,11 @@ class DataOrder:
         loader = trainer.callback_handler.train_dataloader
         kept = bool(trainer._step % micro_batches_of_a_rollout(trainer)) and trainer._buffered_inputs is not None
         foreign = next(foreign_values(trainer._buffered_inputs), None) if kept else None
+        file = folder / ROLLOUT_FILE.format(rank=self._session.ranks.rank)
         if kept and foreign is None:
-            _write(trainer._buffered_inputs, folder / ROLLOUT_FILE.format(rank=self._session.ranks.rank))
+            _write(trainer._buffered_inputs, file)
+        else:
+            file.unlink(missing_ok=True)  # of an earlier run that wrote into this folder
         if trainer.args.should_save:
             place = Place(
                 epoch=epoch,
@@ -146,7 +149,7 @@ class DataOrder:
                 begin=begin,
                 now=[generator.get_state() for generator in sampler_generators(loader)],
                 micro_batch=trainer._step,
-                kept=kept,
+                kept=kept and foreign is None,
                 settings=ordering_settings(trainer),
             )
             _write(asdict(place), folder / DATA_FILE)

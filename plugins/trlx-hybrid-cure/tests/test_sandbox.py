@@ -2,6 +2,7 @@
 
 import os
 import resource
+import socket
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ import psutil
 import pytest
 from trlx_hybrid.contract.types import Finding
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid_cure import plugin, sandbox
+from trlx_hybrid_cure import plugin, sandbox, wire
 from trlx_hybrid_cure.sandbox import WALLS, ProgramTests, Sandbox, SandboxError, missing, run_jobs
 
 PROGRAMS = {
@@ -221,3 +222,15 @@ def test_nothing_is_left_where_who_asked_is_killed(walls):
 
 def test_the_doctor_says_which_walls_there_are():
     assert plugin.trlx_doctor(None) == [Finding("sandbox", f"programs of CURE run behind {Sandbox().using}")]
+
+
+def test_a_frame_that_is_too_large_is_told_from_an_end_of_the_connection():
+    near, far = socket.socketpair()
+    with near, far:
+        far.send((wire.LARGEST + 1).to_bytes(8, "little"))
+        with pytest.raises(EOFError, match=f"announced a frame of {wire.LARGEST + 1} bytes, and {wire.LARGEST} are"):
+            wire.Channel(near.fileno()).receive()
+        far.send((9).to_bytes(8, "little") + b"half")
+        far.shutdown(socket.SHUT_WR)
+        with pytest.raises(EOFError, match="was closed, and 5 bytes of a frame are missing"):
+            wire.Channel(near.fileno()).receive()

@@ -110,7 +110,7 @@ class Channel:
         """
         length = int.from_bytes(self._exactly(8, deadline), "little")
         if length > LARGEST:
-            raise EOFError
+            raise EOFError(f"the other end announced a frame of {length} bytes, and {LARGEST} are allowed")
         return self._exactly(length, deadline)
 
     def _exactly(self, length: int, deadline: float | None) -> bytes:
@@ -119,7 +119,7 @@ class Channel:
             self._wait(select.POLLIN, deadline)
             more = os.read(self.descriptor, min(length - len(said), 1 << 20))
             if not more:
-                raise EOFError
+                raise EOFError(f"the other end was closed, and {length - len(said)} bytes of a frame are missing")
             said += more
         return bytes(said)
 
@@ -128,7 +128,7 @@ class Channel:
             ready = select.poll()
             ready.register(self.descriptor, event)
             if not ready.poll(max(deadline - time.monotonic(), 0) * 1000):
-                raise TimeoutError
+                raise TimeoutError("the other end was not ready before the deadline")
 
 
 def encode(value: Any, number: Conversion) -> Any:

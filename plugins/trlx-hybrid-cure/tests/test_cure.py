@@ -118,6 +118,12 @@ def test_tests_without_programs_are_refused():
         reward(completions=["x"], task_id=[1], tests=[["pass"]])
 
 
+def test_another_speaker_is_refused_by_name():
+    rows = [(task, "proposer" if speaker == "tester" else speaker, *rest) for task, speaker, *rest in ROWS]
+    with pytest.raises(ConfigError, match="has the speaker 'proposer', and CURE has 'coder' and 'tester'"):
+        CureReward()(**columns(rows))
+
+
 @pytest.mark.slow
 def test_groups_that_lie_on_two_ranks_are_judged_as_one(tmp_path):
     given = columns(ROWS)

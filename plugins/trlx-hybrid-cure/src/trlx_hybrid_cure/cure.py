@@ -144,8 +144,14 @@ class CureReward:
         if absent:
             raise ConfigError(f"CURE: the rows have no column {absent[0]!r}. {WAY_OUT}")
         texts = [done if isinstance(done, str) else done[-1]["content"] or "" for done in completions]
-        sources = [self._source[speaker](text) for speaker, text in zip(columns[SPEAKER], texts, strict=True)]
+        spoken = zip(columns[SPEAKER], texts, strict=True)
+        sources = [self._source.get(speaker, lambda _: None)(text) for speaker, text in spoken]
         said = by_task(columns[TASK], columns[SPEAKER], sources, required=())  # missing speakers are reported below
+        for task, group in said.places.items():  # on all ranks alike
+            if odd := sorted(map(repr, group.keys() - self._source.keys())):
+                raise ConfigError(
+                    f"CURE: task {task} has the speaker {odd[0]}, and CURE has {CODER!r} and {TESTER!r}. {WAY_OUT}"
+                )
         truth: dict[int, list[str]] = {}
         for of_rank in gathered(dict(zip(columns[TASK], columns[TESTS], strict=True))):
             truth |= of_rank

@@ -6,10 +6,11 @@ import trlx_hybrid
 from peft import LoraConfig
 from trl import GRPOConfig
 from trlx_hybrid import HybridConfig, HybridEngine, hookimpl
-from trlx_hybrid.contract.types import Sampling
+from trlx_hybrid.contract.types import Request, Sampling
 from trlx_hybrid.errors import EngineError
 from trlx_hybrid.testing.models import tiny_grpo
 from trlx_hybrid.testing.vision import MARKS, PATCHES, tiny_vision_model
+from trlx_hybrid_vllm.sampling import refuse_another_prompt
 
 from tests.support.vision import counted_squares, picture
 
@@ -34,6 +35,16 @@ def gap(model, processor, prompt, image, completion):
     log_probs = logits[0, len(prompt) - 1 : -1].log_softmax(-1)
     ours = log_probs.gather(-1, ids[0, len(prompt) :, None])[:, 0]
     return float((torch.tensor([p[0] for p in completion.logprobs]) - ours).abs().max())
+
+
+def test_a_prompt_of_which_vllm_tells_no_tokens_is_not_said_to_have_none():
+    request = Request(prompt_ids=[1, 2, 3], seed=0, images=["picture"])
+    with pytest.raises(EngineError, match="has 3 tokens, and vLLM does not say which it makes of it"):
+        refuse_another_prompt(request, None)
+    with pytest.raises(EngineError, match="has 3 tokens, and vLLM makes 0 of it"):
+        refuse_another_prompt(request, [])
+    refuse_another_prompt(request, (1, 2, 3))
+    refuse_another_prompt(Request(prompt_ids=[1], seed=0), None)
 
 
 @pytest.mark.parametrize("sleep", [False, True], ids=["awake", "sleep"])

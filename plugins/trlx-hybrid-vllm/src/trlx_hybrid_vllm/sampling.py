@@ -113,14 +113,15 @@ def refuse_another_prompt(request: Request, theirs: Sequence[int] | None) -> Non
 
     Args:
         request: the request with the trainer's tokens; a request without images is not checked.
-        theirs: the token ids of the prompt after vLLM has processed its images; None counts as no tokens.
+        theirs: the token ids of the prompt after vLLM has processed its images; None if vLLM does not say.
 
     Raises:
-        EngineError: the tokens differ.
+        EngineError: the tokens differ, or vLLM does not say what they are.
     """
-    if request.images is not None and request.prompt_ids != list(theirs or ()):
+    if request.images is not None and (theirs is None or request.prompt_ids != list(theirs)):
+        makes = "does not say which it makes of it" if theirs is None else f"makes {len(theirs)} of it"
         raise EngineError(
-            f"A prompt with images has {len(request.prompt_ids)} tokens, and vLLM makes {len(theirs or ())} of it. "
+            f"A prompt with images has {len(request.prompt_ids)} tokens, and vLLM {makes}. "
             "Prompts come with their image tokens expanded, as the model's processor makes them; where it has made "
             "this one, vLLM expands images of this model differently: generate with engine='transformers'."
         )

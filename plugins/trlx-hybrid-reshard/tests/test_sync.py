@@ -138,3 +138,8 @@ def test_a_tenth_of_an_iteration_is_warned_about_once_and_only_when_warm(said):
 def test_one_slow_sync_among_others_is_no_news(said):
     assert said([10 * LIMIT] * 20)[1] == []
     assert said([0.5, 0.5, 5.0, 5.0] * 5)[1] == []
+
+
+def test_what_a_sync_moves_is_not_known_before_it_is_planned():
+    _, sync = session_of(Model(), None)
+    assert sync.summary == "not planned yet"

@@ -197,8 +197,9 @@ class ReshardSync(WeightSync):
     @property
     def summary(self) -> str:
         """A text on what a sync moves on this rank: the bytes received, the least possible, and the extra memory. The
-        numbers are those of the last sync; before the first sync, those of a sync that moves all parameters."""
-        return str(self.prepared)
+        numbers are those of the last sync; before the first sync, those of a sync that moves all parameters, which
+        `open` plans."""
+        return "not planned yet" if self.prepared is None else str(self.prepared)
 
     def note(self) -> str:
         """Return a line for the start of the run: the bytes that a sync moves on this rank, and the memory it takes."""

@@ -9,6 +9,7 @@ import trlx_hybrid
 from peft import LoraConfig
 from transformers import TrainerCallback
 from trlx_hybrid.testing.models import tiny_model
+from trlx_hybrid.trl.generation.resampling import _together
 from trlx_hybrid.trl.metrics import step_metrics
 from trlx_hybrid.trl.metrics.flops import model_flops
 from trlx_hybrid.trl.scoring import agreement
@@ -262,3 +263,19 @@ def test_stock_trl_has_neither_metrics_nor_a_line(run):
     assert not any(name.startswith("hybrid/") for log in finished.trainer.state.log_history for name in log)
     assert not any("loss" in bar or "tokens" in bar for bar in bars)
     assert not any(isinstance(c, step_metrics.StepMetrics) for c in finished.trainer.callback_handler.callbacks)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "together"),
+    [
+        ([[1.0, 2.0], 3.0], [1.0, 2.0, 3.0]),
+        ([1.0, [2.0, 3.0]], [1.0, 2.0, 3.0]),
+        ([[1.0], [2.0]], [1.0, 2.0]),
+        ([1.0, 2.0], 2.0),
+    ],
+)
+def test_no_round_of_a_batch_overwrites_the_list_of_another(rounds, together):
+    metrics = {}
+    for value in rounds:
+        metrics = _together(metrics, {"mine": value, "hybrid/sync_seconds": 1.0})
+    assert metrics == {"mine": together, "hybrid/sync_seconds": 2.0}

@@ -332,7 +332,16 @@ def _as_generated(batch: Sequence[SampledRow], columns: Sequence[str]) -> Any:
 
 def _together(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metrics of a training batch, combined from those of its earlier rounds, `before`, and those of one
-    more round, `now`. A round is one sampling of prompts. Metrics in SUMMED are added, lists are concatenated, and of
-    all others the latest value is taken."""
-    both = before.keys() & now.keys()
-    return {**before, **now} | {n: before[n] + now[n] for n in both if n in SUMMED or isinstance(now[n], list)}
+    more round, `now`. A round is one sampling of prompts. Metrics in SUMMED are added, lists are concatenated, also
+    with a number of the other rounds, and of all others the latest value is taken."""
+    together = {**before, **now}
+    for name in before.keys() & now.keys():
+        if name in SUMMED:
+            together[name] = before[name] + now[name]
+        elif isinstance(before[name], list) or isinstance(now[name], list):
+            together[name] = [*_values(before[name]), *_values(now[name])]
+    return together
+
+
+def _values(metric: Any) -> list[Any]:
+    return metric if isinstance(metric, list) else [metric]

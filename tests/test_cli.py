@@ -10,7 +10,7 @@ from trlx_hybrid.commands.main import ADDED_BY, main
 from trlx_hybrid.errors import PluginError
 from trlx_hybrid.plugins.hookspecs import hookimpl
 from trlx_hybrid.plugins.host import Host
-from trlx_hybrid.versions import package_version
+from trlx_hybrid.versions import package_version, series
 
 
 def test_plugins_lists_plugins_and_components(capsys):
@@ -95,6 +95,17 @@ def test_doctor_says_what_works_here(capsys):
     out = capsys.readouterr().out
     assert "vllm             available" in out
     assert "result     no problems found" in out
+
+
+@pytest.mark.parametrize(
+    ("release", "found"),
+    [
+        *(("1.16.3", (1, 16)), ("1.0rc1", (1, 0)), ("1.17.0.dev0", (1, 17)), ("2", (2,)), ("0+source", (0,))),
+        *(("2.13.0+cpu", (2, 13)), ("0.32rc2.dev1+g0", (0, 32))),
+    ],
+)
+def test_a_pre_release_has_the_series_of_its_release(release, found):
+    assert series(release) == found
 
 
 def test_doctor_names_untested_versions_and_bad_pairs_with_advice(capsys, monkeypatch):

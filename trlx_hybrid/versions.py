@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import PackageNotFoundError, version
 
 
@@ -14,8 +15,11 @@ def release_of(package: str) -> str | None:
 
 
 def series(release: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version, its release series: (1, 16) for "1.16.3"."""
-    return tuple(int(part) for part in release.split(".")[:2])
+    """Return the first two numbers of a version, its release series: (1, 16) for "1.16.3", (1, 0) for "1.0rc1"."""
+    found = re.match(r"(\d+)(?:\.(\d+))?", release)
+    if found is None:
+        raise ValueError(f"{release!r} does not begin with a number, and is no version.")
+    return tuple(int(part) for part in found.groups() if part is not None)
 
 
 def package_version() -> str:

@@ -13,7 +13,7 @@ import time
 import pytest
 from transformers.utils import get_json_schema
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid_ray.remote import EnvironmentLostError, remote_environment
+from trlx_hybrid_ray.remote import EnvironmentLostError, environment, remote_environment
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -303,3 +303,18 @@ def test_reward_workers_can_ask_environments(counters):
 def test_what_is_no_environment_is_refused(environment, settings, message):
     with pytest.raises(ConfigError, match=message):
         remote_environment(environment, **settings)
+
+
+def test_a_call_that_comes_late_lets_no_later_one_wait(monkeypatch):
+    """A first call was given up by the second, and comes after it: the third begins at once."""
+    monkeypatch.setattr(environment, "ORDER_SECONDS", 0.1)
+    actor = environment.EnvironmentActor.__new__(environment.EnvironmentActor)  # without an actor's process
+    actor.load(list)
+    environment.result_of(actor.make(0), "here")
+    for turn, number in ((1, "second"), (0, "first")):
+        environment.result_of(actor.call(0, "append", [number], {}, turn), "here")
+    monkeypatch.setattr(environment, "ORDER_SECONDS", 60)
+    begun = time.monotonic()
+    environment.result_of(actor.call(0, "append", ["third"], {}, 2), "here")
+    assert time.monotonic() - begun < 30
+    assert environment.result_of(actor.call(0, "copy", [], {}), "here") == ["second", "first", "third"]

@@ -594,5 +594,5 @@ class EnvironmentActor(PoolActor):
             yield
         finally:
             with self._turning:
-                self._turns[key] = turn + 1
+                self._turns[key] = max(self._turns.get(key, 0), turn + 1)  # one that came late lets no later one wait
                 self._turning.notify_all()

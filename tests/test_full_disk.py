@@ -165,7 +165,11 @@ def test_the_state_of_a_loop_of_ones_own_is_missed_by_all_ranks(two_processes, t
     folder = tmp_path / "state"
     for report in two_processes(SCRIPTS / "full_disk_loop.py", folder, timeout=120.0):
         assert report["error"].startswith(f"HybridError: HybridEngine.save_state cannot write to {folder}: ")
-        assert report["seen"] == {"weight_version": 0, "algorithms": {}}  # whose file is there when a rank goes on
+        assert report["seen"] == {
+            "weight_version": 0,
+            "step": 0,
+            "algorithms": {},
+        }  # whose file is there when a rank goes on
 
 
 @pytest.mark.parametrize("writer", ["the weights", "the generators"])

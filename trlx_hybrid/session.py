@@ -481,7 +481,7 @@ class Session:
         """Write the session's state into a checkpoint's folder, so that a resumed run goes on as if it had not been
         interrupted. Rank 0 only."""
         file = folder / f"{STATE_FILE}.part"  # renamed when complete, so that a kill leaves no partial file
-        state: dict[str, Any] = {"weight_version": self.versions.version}
+        state: dict[str, Any] = {"weight_version": self.versions.version, "step": self.step}
         if self.selection.unscored is None:
             kept: Mapping[str, Any] = getattr(self._scoring, "state", dict)()
             state["scoring"] = described(self.selection.scoring) | {"state": kept}
@@ -490,8 +490,8 @@ class Session:
         file.write_text(json.dumps(state, default=str))  # options set in code may be anything
         file.replace(folder / STATE_FILE)
 
-    def load_state(self, folder: Path, step: int) -> None:
-        """Restore the state that `save_state` wrote into a checkpoint's folder. Collective.
+    def load_state(self, folder: Path, step: int) -> int:
+        """Restore the state that `save_state` wrote into a folder, and return its optimizer steps. Collective.
 
         Args:
             step: number of optimizer steps at the checkpoint; taken as the weight version where the folder has no such
@@ -504,6 +504,7 @@ class Session:
         self.algorithms.load_state(self.ranks.broadcast(state.get("algorithms", {})))  # rank 0's, the same for all
         self.versions.forget()
         self.sampler.forget()
+        return int(state.get("step", self.versions.version))
 
     def _score_on(self, earlier: dict[str, Any] | None) -> None:
         """Score on as the run of a checkpoint did, unless the user chose a scoring: another one would round otherwise.

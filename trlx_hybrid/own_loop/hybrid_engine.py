@@ -276,8 +276,7 @@ class HybridEngine:
 
     def load_state(self, folder: str | Path) -> None:
         """Restore the state that `save_state` wrote to a folder. Call it on every rank, after the model was loaded."""
-        self.session.load_state(Path(folder), self._steps)
-        self._steps = self.session.versions.version
+        self._steps = self.session.load_state(Path(folder), self._steps)
 
     def close(self) -> None:
         """Free the engine; the model keeps its weights. May be called twice.

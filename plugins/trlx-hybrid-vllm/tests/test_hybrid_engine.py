@@ -563,6 +563,7 @@ def test_a_resume_draws_what_the_uninterrupted_loop_drew(loop, tmp_path):
     first = loop()
     for _ in range(2):
         first.step()
+    first.engine.session.weights_changed()  # a version more than steps
     first.engine.save_state(tmp_path / "not" / "there" / "yet")
     weights, moments = first.engine.state_dict(), first.optimizer.state_dict()
     torch.save([weights, moments], tmp_path / "loop.pt")
@@ -574,6 +575,7 @@ def test_a_resume_draws_what_the_uninterrupted_loop_drew(loop, tmp_path):
     second.model.load_state_dict(weights)
     second.optimizer.load_state_dict(moments)
     second.engine.load_state(tmp_path / "not" / "there" / "yet")
+    assert (second.engine.session.step, second.engine.session.weight_version) == (2, 3)
     assert [tokens(second.step()) for _ in range(2)] == onward
 
 

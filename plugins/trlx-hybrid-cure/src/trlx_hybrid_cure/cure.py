@@ -144,8 +144,8 @@ class CureReward:
         if absent:
             raise ConfigError(f"CURE: the rows have no column {absent[0]!r}. {WAY_OUT}")
         texts = [done if isinstance(done, str) else done[-1]["content"] or "" for done in completions]
-        spoken = zip(columns[SPEAKER], texts, strict=True)
-        sources = [self._source.get(speaker, lambda _: None)(text) for speaker, text in spoken]
+        spoken = [(self._source.get(speaker), text) for speaker, text in zip(columns[SPEAKER], texts, strict=True)]
+        sources = [source(text) if source is not None else None for source, text in spoken]
         said = by_task(columns[TASK], columns[SPEAKER], sources, required=())  # missing speakers are reported below
         for task, group in said.places.items():  # on all ranks alike
             if odd := sorted(map(repr, group.keys() - self._source.keys())):

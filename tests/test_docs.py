@@ -1,5 +1,6 @@
 """The documentation: complete, built without a warning, and never apart from the code."""
 
+import dataclasses
 import html
 import inspect
 import os
@@ -12,11 +13,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from trlx_hybrid import HybridConfig
 from trlx_hybrid.commands.new import KINDS
 from trlx_hybrid.contract import protocols, types
 from trlx_hybrid.plugins import hookspecs
 from trlx_hybrid.plugins.registry import SLOTS
 from trlx_hybrid.testing import conformance
+
+from tests import api_pages
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -81,6 +85,28 @@ def test_every_type_that_authors_of_plugins_meet_has_an_entry(site: Path, module
 def test_no_hook_on_the_page_that_is_not_in_the_specs(site: Path) -> None:
     page = (site / "hooks" / "index.html").read_text()
     assert set(re.findall(r'<h2 id="trlx_hybrid\.plugins\.hookspecs\.(\w+)"', page)) == set(HOOKS)
+
+
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: str(file.relative_to(DOCS)))
+def test_what_is_written_from_docstrings_is_as_committed(file: Path) -> None:
+    """`python -m tests.api_pages` writes it."""
+    assert api_pages.page(file.read_text()) == file.read_text()
+
+
+def test_hooks_classes_and_settings_can_be_read_without_the_site() -> None:
+    hooks, reference, settings = ((DOCS / f"{name}.md").read_text() for name in ("hooks", "reference", "configuration"))
+    for name, hook in HOOKS.items():
+        part = hooks.partition(f"</a>`{name}`")[2].partition("\n## ")[0]
+        assert inspect.getdoc(hook) in part
+        assert f"{name}{inspect.signature(hook)}".replace("'", "") in " ".join(part.split()).replace("( ", "(")
+    for field in dataclasses.fields(HybridConfig):
+        (row,) = re.findall(rf"^\| `{field.name}` \|.*$", settings.partition("VLLMOptions")[0], re.MULTILINE)
+        assert field.metadata["help"].replace("|", "\\|") in row
+        assert f" | `{field.default!r}` | " in row
+    for name in ("protocols.Engine", "protocols.Scoring", "types.Request", "types.Completion"):
+        assert f'<a id="trlx_hybrid.contract.{name}"></a>' in reference
+    bare = [page.name for page in PAGES if re.search("^::: ", page.read_text(), re.MULTILINE)]
+    assert bare in ([], ["recipes.md"])
 
 
 @pytest.mark.parametrize("hook", HOOKS)

@@ -1,4 +1,8 @@
-"""The page of all files: `python docs/extensions/files.py` prints what `make docs` puts on it."""
+"""What the site has in other words than the files of docs/: the table of all files, and mkdocstrings in the place of
+the Markdown that `tests/api_pages.py` writes.
+
+`python docs/extensions/files.py` prints the table that `make docs` puts on the page of all files.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,14 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PLACE = "<!-- files -->"
+WRITTEN = re.compile(r"<!-- (::: .*?)-->\n.*?<!-- :::end -->", re.DOTALL)
 END = re.compile(r"(?<=[.])(?<!e\.g\.)\s")
 
 
 def on_page_markdown(markdown: str, **kwargs: Any) -> str:
-    """Put the table of all files where a page asks for it; mkdocs calls this with each page."""
+    """Put the table of all files where a page asks for it, and have mkdocstrings show what a page has between marks;
+    mkdocs calls this with each page."""
+    markdown = WRITTEN.sub(r"\1", markdown)
     return markdown.replace(PLACE, table()) if PLACE in markdown else markdown
 
 

@@ -61,7 +61,8 @@ def shown(thing: Any, options: Mapping[str, Any], level: int, heading: bool = Tr
         heading: whether it has a heading; a module whose members alone are shown has none.
     """
     members = [] if options["members"] is False else list(of(thing, options))
-    fields = [member for member in members if member.is_attribute]
+    listed = {item.name for section in sections(thing) if section.kind.value == "attributes" for item in section.value}
+    fields = [m for m in members if m.is_attribute and (m.docstring is not None or m.name not in listed)]
     if heading:
         kinds = "".join(f" · {kind}" for kind in ("historic", "firstresult") if kind in thing.labels)
         yield f'{"#" * level} <a id="{thing.path}"></a>`{thing.name}`{kinds}\n'
@@ -107,11 +108,18 @@ def rest_of(thing: Any, parameter: Any) -> list[Any]:
     return all_of[all_of.index(parameter) + 1 :]
 
 
+def sections(thing: Any) -> list[Any]:
+    """Return the parts of an object's docstring: texts, and lists of parameters, attributes or errors."""
+    if thing.docstring is None:
+        return []
+    unnamed = {"returns_multiple_items": False, "returns_named_value": False}
+    found: list[Any] = thing.docstring.parse("google", warn_missing_types=False, warn_unknown_params=False, **unnamed)
+    return found
+
+
 def told(thing: Any) -> Iterator[str]:
     """Yield the docstring of an object as Markdown."""
-    if thing.docstring is None:
-        return
-    for section in thing.docstring.parse("google", warn_missing_types=False, warn_unknown_params=False):
+    for section in sections(thing):
         if section.kind.value == "text":
             yield f"{section.value}\n"
         elif isinstance(section.value, list):
@@ -125,8 +133,12 @@ def told(thing: Any) -> Iterator[str]:
 
 def label(item: Any) -> str:
     """Return how an item of a list begins: the name of a parameter or attribute, or the type of an error."""
-    name = getattr(item, "name", None) or (str(item.annotation) if item.annotation is not None else "")
-    return f"`{name}`: ".replace("\N{NO-BREAK SPACE}", " ") if name else ""
+    kind = str(item.annotation) if item.annotation is not None else ""
+    name = getattr(item, "name", None) or ""
+    if not name:
+        return f"`{kind}`: " if kind else ""
+    typed = f" (`{kind}`)" if kind and isinstance(item, griffe.DocstringAttribute) else ""
+    return f"`{name}`{typed}: ".replace("\N{NO-BREAK SPACE}", " ")
 
 
 def table(thing: Any, fields: list[Any]) -> Iterator[str]:

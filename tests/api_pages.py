@@ -112,8 +112,7 @@ def sections(thing: Any) -> list[Any]:
     """Return the parts of an object's docstring: texts, and lists of parameters, attributes or errors."""
     if thing.docstring is None:
         return []
-    unnamed = {"returns_multiple_items": False, "returns_named_value": False}
-    found: list[Any] = thing.docstring.parse("google", warn_missing_types=False, warn_unknown_params=False, **unnamed)
+    found: list[Any] = thing.docstring.parse("google", warn_missing_types=False, warn_unknown_params=False)
     return found
 
 
@@ -122,6 +121,10 @@ def told(thing: Any) -> Iterator[str]:
     for section in sections(thing):
         if section.kind.value == "text":
             yield f"{section.value}\n"
+        elif section.kind.value in ("returns", "yields"):  # whole, since a colon in it says nothing of a type
+            name = section.kind.value.capitalize()
+            (text,) = re.findall(rf"^{name}:\n((?: +.*\n?|\n)+)", thing.docstring.value, re.MULTILINE)
+            yield f"{name}:\n\n- {one_line(text)}\n"
         elif isinstance(section.value, list):
             yield f"{(section.title or section.kind.value).capitalize()}:\n"
             for item in section.value:

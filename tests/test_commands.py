@@ -97,8 +97,10 @@ def check_pip(words: list[str], read: Any) -> None:
 
 
 def check_script(words: list[str], read: Any) -> None:
-    """A script, `train.py` for the reader's own, knows its flags."""
+    """A script, `train.py` for the reader's own, knows its flags; or a page tells the reader to write it."""
     script = Path("train.py") if words[0] == "train.py" else ROOT / words[0]
+    if not words[1:] and any(f'```python title="{words[0]}"' in page.read_text() for page in PAGES):
+        return
     assert script.is_file()
     if words[1:]:
         assert "parse" in script.read_text()  # or all of it would run

@@ -5,7 +5,8 @@ import os
 from pathlib import Path
 
 import pytest
-from trlx_hybrid.testing.processes import Script, rank_reports
+from trlx_hybrid import GRPOTrainer
+from trlx_hybrid.testing.processes import Script, rank_reports, start_ranks, wait_all
 
 SCRIPT = Path(__file__).parent / "scripts" / "grpo_distributed.py"
 FSDP2 = {
@@ -75,6 +76,29 @@ def test_fsdp2_samples_and_trains_what_one_process_does(tmp_path, single):
     assert reports[0]["distributed_type"] == "DistributedType.FSDP"
     assert all(report["sharded"] for report in reports)
     assert_same_training(reports, single)
+
+
+HELD = "FSDP: asked for (ACCELERATE_USE_FSDP), and the model is not sharded: "
+
+
+def test_a_header_says_that_fsdp_was_asked_for_and_nothing_is_sharded(tmp_path):
+    """On CPUs accelerate trains with DDP then, and says nothing; where it shards, there is nothing to say."""
+    for real in (False, True):
+        (folder := tmp_path / str(real)).mkdir()
+        environment = os.environ | {"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_FSDP": "true"}
+        environment |= {key.upper(): str(value) for key, value in FSDP2.items()}
+        scripts = start_ranks(SCRIPT, folder, *["fsdp"] * real, "steps=1", count=2, environment=environment)
+        first, second = wait_all(scripts, 300)
+        assert first.returncode == second.returncode == 0, first.stderr[-3000:]
+        assert (f"{HELD}each rank holds all of it. accelerate makes DDP" in first.stderr) != real
+        assert HELD not in second.stderr
+        assert json.loads((folder / "rank0.json").read_text())["sharded"] == real
+
+
+def test_a_single_process_that_asks_for_fsdp_is_told_that_it_is_one(run, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    header = run(GRPOTrainer, max_steps=1).trainer.session.header_lines
+    assert f"{HELD}this is the only process. Start several processes with" in "\n".join(header)
 
 
 def test_a_resumed_run_samples_what_the_uninterrupted_one_did(tmp_path, single):

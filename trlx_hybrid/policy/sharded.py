@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -14,6 +15,32 @@ from torch import Tensor, nn
 def is_sharded(p: Tensor) -> bool:
     """Return whether this rank holds only a part of a parameter: a DTensor (FSDP2), or a parameter of ZeRO-3."""
     return hasattr(p, "full_tensor") or hasattr(p, "ds_id")
+
+
+def fsdp_note(module: nn.Module, version: int | None, world: int, args: Any = None) -> str | None:
+    """Return a note for the run's header where FSDP was asked for and every rank holds the whole model, else None.
+
+    accelerate turns FSDP into DDP on CPUs, and without a process group into a single process, and says neither.
+
+    Args:
+        module: the model, prepared for training.
+        version: 1 or 2 where accelerate shards by FSDP, else None.
+        world: number of ranks.
+        args: the trainer's arguments, if there are any.
+    """
+    launched = os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1")
+    asked = launched or getattr(args, "fsdp", None)
+    if not asked or version == 1 or any(map(is_sharded, module.parameters())):
+        return None
+    cpu = all(p.device.type == "cpu" for p in module.parameters())
+    way_out = (
+        "accelerate makes DDP of it on CPUs; on GPUs the same start shards."
+        if cpu and world > 1
+        else "Start several processes with `accelerate launch` and a config of `distributed_type: FSDP`."
+    )
+    holds = "each rank holds all of it" if world > 1 else "this is the only process"
+    by = "ACCELERATE_USE_FSDP" if launched else "fsdp"
+    return f"FSDP: asked for ({by}), and the model is not sharded: {holds}. {way_out}"
 
 
 def full(tensor: Any) -> Tensor:

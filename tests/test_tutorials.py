@@ -1,4 +1,4 @@
-"""The tutorials, done as they are told: each file is written and each command run, in the order of the page."""
+"""Pages that are done as they are told: each file is written and each command run, in the order of the page."""
 
 import os
 import re
@@ -10,8 +10,15 @@ from pathlib import Path
 
 import pytest
 
-TUTORIALS = Path(__file__).parents[1] / "docs" / "tutorials"
-STEP = re.compile(r'^```(?:python title="(.*?)".*?)?\n(.*?)\n```$', re.DOTALL | re.MULTILINE)
+DOCS = Path(__file__).parents[1] / "docs"
+BLOCK = re.compile(r"^```([^\n]*)\n(.*?)\n```$", re.DOTALL | re.MULTILINE)
+TITLE = re.compile(r'^(?:python|yaml) title="(.*?)"$')
+
+
+def steps(name: str) -> list[tuple[str, str]]:
+    """A page's files by name, and "" with its commands, in order."""
+    found = [(info and TITLE.match(info), info, block) for info, block in BLOCK.findall((DOCS / name).read_text())]
+    return [(title[1] if title else "", block) for title, info, block in found if title or not info]
 
 
 @pytest.fixture
@@ -19,16 +26,18 @@ def done(tmp_path: Path, record_property: Callable[[str, object], None]) -> Call
     """Does a tutorial in an empty folder; returns what each command printed."""
 
     def do(name: str) -> dict[str, str]:
-        text = (TUTORIALS / f"{name}.md").read_text()
+        text = (DOCS / name).read_text()
         here = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         here["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         printed, began = {}, time.monotonic()
-        for title, block in STEP.findall(text):
+        for title, block in steps(name):
             if title:
                 (tmp_path / title).write_text(f"{block}\n")
                 continue
             for command in block.splitlines():
-                command = command.replace("trlx-hybrid ", f"{sys.executable} -m trlx_hybrid ")
+                command = command.replace("trlx-hybrid new", f"{sys.executable} -m trlx_hybrid new")
+                command = command.replace("torchrun ", f"{sys.executable} -m torch.distributed.run ")
+                command = command.replace("accelerate ", f"{sys.executable} -m accelerate.commands.accelerate_cli ")
                 ended = subprocess.run(
                     ["bash", "-c", command], cwd=tmp_path, env=here, capture_output=True, text=True, timeout=300
                 )
@@ -45,7 +54,7 @@ def done(tmp_path: Path, record_property: Callable[[str, object], None]) -> Call
 
 @pytest.mark.slow
 def test_from_a_script_to_an_environment(done, tmp_path):
-    printed = done("own-environment")
+    printed = done("tutorials/own-environment.md")
     assert "trlx_hybrid" not in printed["python train.py"]
     assert "engine=vllm (HybridConfig.engine)" in printed["python hybrid.py"]
     assert "rollout=multi_turn" in printed["python play.py"]
@@ -57,7 +66,7 @@ def test_from_a_script_to_an_environment(done, tmp_path):
 
 @pytest.mark.slow
 def test_the_first_algorithm(done, tmp_path):
-    printed = done("first-algorithm")
+    printed = done("tutorials/first-algorithm.md")
     assert "median_baseline" in printed["python train.py"]
     ((first, last),) = re.findall(r"completion: ([\d.]+) at first, ([\d.]+) at the end", printed["python train.py"])
     assert float(last) > float(first)
@@ -66,7 +75,7 @@ def test_the_first_algorithm(done, tmp_path):
 
 
 def test_the_script_of_the_second_run_differs_in_the_trainer_alone():
-    blocks = dict(STEP.findall((TUTORIALS / "own-environment.md").read_text()))
+    blocks = dict(steps("tutorials/own-environment.md"))
     before, after = ({*blocks[name].splitlines()} for name in ("train.py", "hybrid.py"))
     changed = {line for line in after - before if "runs/" not in line}
     assert changed == {
@@ -75,3 +84,20 @@ def test_the_script_of_the_second_run_differs_in_the_trainer_alone():
         'hybrid = HybridConfig(engine="vllm", engine_options={"max_model_len": 1024})',
         'trainer = GRPOTrainer(model="model", args=args, reward_funcs=found, train_dataset=rows, hybrid=hybrid)',
     }
+
+
+@pytest.mark.slow
+def test_several_processes(done, tmp_path):
+    """The two ways that start two of them, and the one that starts one although it is asked for two."""
+    torchrun, accelerate = done("several-processes.md").values()
+    (shown,) = re.findall(r"^```text\n(FSDP: .*)\n```$", (DOCS / "several-processes.md").read_text(), re.MULTILINE)
+    for printed in (torchrun, accelerate):
+        assert sorted(re.findall(r"^rank \d of \d$", printed, re.MULTILINE)) == ["rank 0 of 2", "rank 1 of 2"]
+        assert printed.count("trlx_hybrid 0") == 1
+        assert "engine=vllm (HybridConfig.engine) · weights=" in printed
+    assert shown not in torchrun
+    assert shown in accelerate
+    alone = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes", "2"]
+    here = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    ended = subprocess.run([*alone, "train.py"], cwd=tmp_path, env=here, capture_output=True, text=True, timeout=300)
+    assert re.findall(r"^rank \d of \d$", ended.stdout, re.MULTILINE) == ["rank 0 of 1"]

@@ -120,7 +120,7 @@ def told(thing: Any) -> Iterator[str]:
     """Yield the docstring of an object as Markdown."""
     for section in sections(thing):
         if section.kind.value == "text":
-            yield f"{section.value}\n"
+            yield section.value.replace("```python\n", "```py\n") + "\n"  # no sample of the page, which tests would run
         elif section.kind.value in ("returns", "yields"):  # whole, since a colon in it says nothing of a type
             name = section.kind.value.capitalize()
             (text,) = re.findall(rf"^{name}:\n((?: +.*\n?|\n)+)", thing.docstring.value, re.MULTILINE)

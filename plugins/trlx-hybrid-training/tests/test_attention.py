@@ -95,7 +95,7 @@ def test_the_kernel_takes_and_keeps_as_few_heads_of_keys_as_there_are():
     with FakeTensorMode(), saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
         told, qkv = packed(**SHARED), tensors(SHARED, torch.bfloat16)
         ends = [(told[f"{name}_q"], told[f"{name}_k"]) for name in ("cu_seq_lens", "max_length")]
-        out = _varlen(*qkv, told["segments"], told["prefixes"], *ends, 0.2)
+        out = _varlen(*qkv, whole_rows(told["segments"], told["prefixes"], qkv[0].device), *ends, 0.2)
         out.float().sum().backward()
     whole_rows.cache_clear()
     assert out.shape == (1, 93, 4, 32)

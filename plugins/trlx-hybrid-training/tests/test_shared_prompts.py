@@ -1,7 +1,6 @@
 """A prompt that rows share is computed once, and nothing else changes."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -220,7 +219,7 @@ def test_rows_that_lost_their_prompt_are_found_in_the_first_step(compared, noisy
 
     def forgetful(segments, prefixes, device):
         rows = whole(segments, prefixes, device)
-        return rows and replace(rows, sources=torch.where(torch.isin(rows.sources, rows.shared), 0, rows.sources))
+        return rows and rows._replace(sources=torch.where(torch.isin(rows.sources, rows.shared), 0, rows.sources))
 
     def different(prompts, trainer):
         answer = masked(prompts, trainer)

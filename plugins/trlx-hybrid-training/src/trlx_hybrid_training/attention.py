@@ -12,9 +12,8 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -73,6 +72,7 @@ def attention(
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
+    indices: WholeRows | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each segment, and to the prefix that it shares with another segment.
@@ -93,6 +93,8 @@ def attention(
         cu_seq_lens_k: where they would end if each had its prefix before it, (rows + 1,) int32, from 0.
         max_length_q: length of the longest segment.
         max_length_k: length of the longest segment with its prefix.
+        indices: the indices of whole rows, where the caller has them already. Torch's kernel for rows of different
+            lengths then reads the rows' ends alone, and `segments` and `prefixes` may be empty.
         kwargs: other arguments that transformers gives to an attention, such as `is_causal`.
 
     Returns:
@@ -114,7 +116,8 @@ def attention(
         raise NotImplementedError("its attention is not causal")
     if dropout == 0.0 and has_kernel(query, value):
         ends, longest = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k)
-        return _varlen(query, key, value, segments, prefixes, ends, longest, scaling), None
+        rows = indices or whole_rows(tuple(segments), tuple(prefixes), key.device)
+        return _varlen(query, key, value, rows, ends, longest, scaling), None
     grouped = key.shape[1] != query.shape[1]
     if grouped and query.is_cuda and _computed_in(query) == torch.float32:  # else a row's attention weights are kept
         key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
@@ -135,8 +138,7 @@ def attention(
     return torch.cat(outs, dim=2).transpose(1, 2).contiguous(), None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WholeRows:
+class WholeRows(NamedTuple):
     """Indices that put keys or values of packed rows together as those of whole rows, with shared prompts copied, in
     one operation for each.
 
@@ -157,17 +159,33 @@ class WholeRows:
     missing: Tensor | None
 
 
+class Room(NamedTuple):
+    """Sizes to which `whole_rows` fills its indices up, so that packs with different prompts have equal shapes.
+
+    Attributes:
+        copied: how many more tokens the whole rows have than the packed sequence.
+        shared: S of `WholeRows`.
+        copies: n of `WholeRows`.
+    """
+
+    copied: int
+    shared: int
+    copies: int
+
+
 @functools.lru_cache(maxsize=8)
 def whole_rows(
-    segments: tuple[int, ...], prefixes: tuple[tuple[int, int], ...], device: torch.device
+    segments: tuple[int, ...], prefixes: tuple[tuple[int, int], ...], device: torch.device, room: Room | None = None
 ) -> WholeRows | None:
-    """Return the indices for segments with these prefixes (see `attention`); None where no segment has a prefix. All
-    layers of a forward pass use the same ones, so the last results are kept.
+    """Return the indices for segments with these prefixes (see `attention`); None where no segment has a prefix and no
+    room is to be filled. All layers of a forward pass use the same ones, so the last results are kept.
 
     Args:
         device: where the indices are needed.
+        room: sizes that the indices are to have. What fills them up copies the sequence's first token behind the last
+            row, where no query sees it and its gradient is not used.
     """
-    if not any(tokens for _, tokens in prefixes):
+    if room is None and not any(tokens for _, tokens in prefixes):
         return None
     starts = [0, *accumulate(segments)]
     lengths = tuple(own + tokens for own, (_, tokens) in zip(segments, prefixes, strict=True))
@@ -180,9 +198,13 @@ def whole_rows(
         if tokens:
             sharers.setdefault((other, tokens), []).append(whole_starts[row])
     shared = [np.arange(starts[other], starts[other] + tokens) for other, tokens in sharers]
-    copies = np.full((max(map(len, sharers.values())), sum(map(len, shared))), -1)
+    filled, room = room is not None, room or Room(0, sum(map(len, shared)), max(map(len, sharers.values())))
+    if filled:
+        sources.append(np.zeros(starts[-1] + room.copied - whole_starts[-1], int))
+        shared.append(np.zeros(room.shared - sum(map(len, shared)), int))
+    copies = np.full((room.copies, room.shared), -1)
     ends = accumulate(map(len, shared))
-    for ((_, tokens), rows), end in zip(sharers.items(), ends, strict=True):
+    for ((_, tokens), rows), end in zip(sharers.items(), ends, strict=False):
         copies[: len(rows), end - tokens : end] = np.add.outer(rows, np.arange(tokens))
     missing = copies < 0
 
@@ -195,7 +217,7 @@ def whole_rows(
         own=moved(np.concatenate(own)),
         shared=moved(np.concatenate(shared)),
         copies=moved(copies.clip(0)),
-        missing=moved(missing) if missing.any() else None,
+        missing=moved(missing) if filled or missing.any() else None,
     )
 
 
@@ -270,8 +292,7 @@ def _varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    segments: Sequence[int],
-    prefixes: Sequence[tuple[int, int]],
+    rows: WholeRows | None,
     ends: tuple[Any, Any],
     longest: tuple[Any, Any],
     scaling: float | None,
@@ -280,8 +301,7 @@ def _varlen(
 
     Args:
         query, key, value: (1, heads, N, head size), N tokens of all segments.
-        segments: lengths of the segments (the part of the sequence that belongs to one packed row).
-        prefixes: for each segment, the number of the segment that begins with its prefix, and the prefix's length.
+        rows: the indices of whole rows; None where no row shares a prompt.
         ends: `cu_seq_lens_q` and `cu_seq_lens_k` of `attention`.
         longest: `max_length_q` and `max_length_k` of `attention`.
         scaling: the factor of the scores; None for that of torch.
@@ -296,7 +316,6 @@ def _varlen(
 
     dtype = _computed_in(query)
     q, k, v = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
-    rows = whole_rows(tuple(segments), tuple(prefixes), k.device)
     k, v = (whole(tensor, rows, dim=0) for tensor in (k, v))
     q, k, v = (tensor.contiguous() for tensor in (q, k, v))
     out: Any = varlen_attn(q, k, v, *ends, *longest, scale=scaling, window_size=(-1, 0), **_grouped())

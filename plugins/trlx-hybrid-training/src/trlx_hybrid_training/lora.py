@@ -81,6 +81,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
+from .comparison import difference
+
 CAST = {torch.bfloat16, torch.float16, torch.float32}  # by autocast
 DTYPES = CAST | {torch.float64}
 PLAIN = {nn.Parameter, Tensor}
@@ -96,10 +98,6 @@ _unproven: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 _refuted: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """The layers that a comparison gave PEFT's forward back, with what it found."""
-
-ALLOWED = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 0.05, torch.float16: 0.01}
-"""The largest allowed difference from PEFT's layer by the dtype of the products, as a fraction of the largest value.
-PEFT rounds three times where this module rounds once."""
 
 
 def apply(model: nn.Module, compare: bool = False) -> list[tuple[str, str]]:
@@ -191,26 +189,23 @@ def _as_in_peft(layer: Linear, x: Tensor, dtype: torch.dtype) -> bool:
             ours, peft = (_results(layer, compute, x) for compute in (forward, Linear.forward))
         finally:
             held["weight"], dropout.training = b, training
-    rough = x.is_cuda and dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    allowed = ALLOWED[torch.float16 if rough else dtype]
-    gaps = [float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in zip(ours, peft, strict=True)]
-    if all(gap <= allowed for gap in gaps):  # a NaN must not pass
+    found = difference(ours, peft, dtype)
+    if found is None:
         return True
     layer.forward = MethodType(Linear.forward, layer)
-    _refuted[layer] = f"it would differ from it by {max(gaps):.3g} of its largest value"
+    _refuted[layer] = f"it would differ from it by {found:.3g} of its largest value"
     logger.warning("LoRA layer %s computes as in PEFT: %s.", name, _refuted[layer])
     return False
 
 
 def _results(layer: Linear, compute: Callable[[Linear, Tensor], Tensor], x: Tensor) -> list[Tensor]:
-    """Return a layer's output, and the gradients of its input, A and B (unless frozen), in float32, for the first
-    tokens of `x`."""
+    """Return a layer's output, and the gradients of its input, A and B (unless frozen), for the first tokens of `x`."""
     given = x.detach().reshape(-1, x.shape[-1])[:COMPARED].clone().requires_grad_()
     (adapter,) = (adapter for adapter in layer.active_adapters if adapter in layer.lora_A)
     out = compute(layer, given)
     wanted = given, layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
     gradients = torch.autograd.grad(out, [t for t in wanted if t.requires_grad], out.detach())
-    return [tensor.float() for tensor in (out.detach(), *gradients)]
+    return [out.detach(), *gradients]
 
 
 class _LowRank(torch.autograd.Function):

@@ -40,6 +40,8 @@ class PackedOptions:
         lora_layers: let plain LoRA layers read and write their input and output fewer times, see
             `trlx_hybrid_training.lora`. Each layer's first call is compared with PEFT's, and the layer stays PEFT's
             where they differ.
+        cuda_graphs: on one GPU, and where rows are packed: launch a small model's layers as CUDA graphs, whose results
+            are compared with the layers', see `trlx_hybrid_training.layer_graphs`.
     """
 
     packing: bool = True
@@ -49,6 +51,7 @@ class PackedOptions:
     adaptive_checkpointing: bool = True
     joined: bool | None = None
     lora_layers: bool = True
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         if self.joined and not (self.adaptive_checkpointing and self.packing):
@@ -58,5 +61,5 @@ class PackedOptions:
             )
 
 
-BEFORE = {"adaptive_checkpointing": False, "joined": False, "lora_layers": False}
+BEFORE = {"adaptive_checkpointing": False, "joined": False, "lora_layers": False, "cuda_graphs": False}
 """Options of `scoring="packed"` that were off unless asked for, before they became the default."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils.generic import is_flash_attention_requested
 from trlx_hybrid.policy.policy import layer_kinds
 from trlx_hybrid.policy.positions import takes_positions
@@ -20,6 +22,54 @@ if TYPE_CHECKING:
 
 IGNORED = -100
 """The label of a position that is not scored."""
+
+
+KERNEL = "torch's kernel for ragged rows"
+"""The name of `varlen_attn`, in lines that are printed."""
+
+FILLERS = 16
+"""The number of rows that fill a pack up: none of them may be longer than the longest row that its sizes allow."""
+
+ROOM = 1.25
+"""How many times as large as a pack the sizes are that `Sizes.with_room` returns."""
+
+STEP = 64
+"""Sizes with room are multiples of this number of tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The sizes of a pack, of which its shapes follow.
+
+    Attributes:
+        tokens: the number of tokens of the sequence.
+        rows: the number of rows.
+        longest: the number of tokens of the longest row, with its prompt.
+        copied: the number of tokens by which whole rows are more than the sequence: the copies of shared prompts.
+        shared: the number of the sequence's tokens that are copied.
+        copies: how often the most shared prompt is copied.
+    """
+
+    tokens: int
+    rows: int
+    longest: int
+    copied: int
+    shared: int
+    copies: int
+
+    def with_room(self) -> Sizes:
+        """Return larger sizes, which a pack of the next rollout is likely to fit into, too."""
+
+        def larger(size: int) -> int:
+            return -(-int(size * ROOM) // STEP) * STEP
+
+        more = {name: larger(getattr(self, name)) for name in ("tokens", "longest", "copied", "shared")}
+        return replace(self, **more)
+
+    def holds(self, pack: Sizes) -> bool:
+        """Return whether a pack of other sizes can be filled up to these."""
+        fits = all(getattr(pack, name) <= getattr(self, name) for name in Sizes.__slots__)
+        return fits and self.tokens - pack.tokens <= FILLERS * self.longest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +93,7 @@ class Pack:
         places: (N,) int64, for each token of the sequence its index in the padded rows, (b, width), flattened.
         width: P + C, the padded length of a row: P columns for the prompt and C for the completion.
         completion_length: C.
+        fillers: the number of rows at the end that only fill the sequence up. Their tokens have no places.
     """
 
     input_ids: Tensor
@@ -56,6 +107,7 @@ class Pack:
     places: Tensor
     width: int
     completion_length: int
+    fillers: int = 0
 
     @classmethod
     def of(
@@ -120,14 +172,55 @@ class Pack:
             "max_length_k": max(self.lengths),
         }
 
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes of the pack."""
+        copies = Counter(prefix for prefix in self.prefixes if prefix[1])
+        return Sizes(
+            tokens=sum(self.segments),
+            rows=len(self.segments),
+            longest=max(self.lengths),
+            copied=sum(self.lengths) - sum(self.segments),
+            shared=sum(tokens for _, tokens in copies),
+            copies=max(copies.values(), default=0),
+        )
+
+    def filled(self, sizes: Sizes) -> Pack:
+        """Return the pack with more rows behind its own, of which no label is scored, so that it has `sizes`. It has
+        `FILLERS` more rows than `sizes` say.
+
+        Args:
+            sizes: sizes that hold this pack's.
+        """
+        tokens, device = sizes.tokens - sum(self.segments), self.ends.device
+        added = [
+            *[0] * (sizes.rows - len(self.segments)),
+            *(len(range(part, tokens, FILLERS)) for part in range(FILLERS)),
+        ]
+        first, positions = len(self.segments), [place for length in added for place in range(length)]
+        ends = torch.tensor(list(accumulate(added)), dtype=torch.int32).to(device, non_blocking=True)
+        return replace(
+            self,
+            input_ids=nn.functional.pad(self.input_ids, (0, tokens)),
+            position_ids=torch.cat([self.position_ids, torch.tensor([positions]).to(device, non_blocking=True)], dim=1),
+            labels=nn.functional.pad(self.labels, (0, tokens), value=IGNORED),
+            lengths=[*self.lengths, *added],
+            segments=(*self.segments, *added),
+            prefixes=(*self.prefixes, *((row, 0) for row in range(first, first + len(added)))),
+            ends=torch.cat([self.ends, self.ends[-1:] + ends]),
+            whole_ends=torch.cat([self.whole_ends, self.whole_ends[-1:] + ends]),
+            fillers=len(added),
+        )
+
     def rows(self, scores: Tensor) -> Tensor:
         """Return scores of the sequence's tokens as one line per row: (b, C), for b rows and one score per completion
-        token, 0 where a row has no token.
+        token, 0 where a row has no token. Rows that only fill the sequence up are left out.
 
         Args:
             scores: (1, N), one score (such as a log-prob) per position of the sequence, for the token that follows it.
         """
-        grid = scores.new_zeros(len(self.lengths) * self.width).index_copy(0, self.places, scores[0])
+        rows, placed = len(self.lengths) - self.fillers, scores[0, : len(self.places)]
+        grid = scores.new_zeros(rows * self.width).index_copy(0, self.places, placed)
         return grid.view(-1, self.width)[:, -self.completion_length - 1 : -1]
 
 
@@ -198,7 +291,7 @@ def attention_name(session: Run) -> str:
     policy, args = session.policy, session.args
     half = args.bf16 or args.fp16 or policy.dtype in (torch.bfloat16, torch.float16)
     fits = kernel_takes(*head_sizes(policy.base.config.get_text_config()))
-    return "torch's kernel for ragged rows" if half and fits and kernel_on(policy.device) else "sdpa, row by row"
+    return KERNEL if half and fits and kernel_on(policy.device) else "sdpa, row by row"
 
 
 def head_sizes(config: PretrainedConfig) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from trlx_hybrid.rollout.seeding import preserved_generators
 from trlx_hybrid.weights.verify import beyond_rounding
 
 from . import attention
+from .layer_graphs import LayerGraphs
 from .micro_batches import WORTH, RowLengths, equal_tokens, fewest_tokens
 from .options import TrainingOptions
 from .packing import Pack, attention_name, refused, takes_prefixes
@@ -68,6 +69,7 @@ class Packed(Scoring):
         compiled = getattr(session.args, "torch_compile", False)  # it would recompile each layer that changes
         self.recomputation = Recomputation(session) if options.adaptive_checkpointing and not compiled else None
         packed = self.padded_because is None
+        self._graphs = LayerGraphs(session) if options.cuda_graphs and packed else None
         self._joins = options.joined is not False and packed and self.recomputation is not None
         of_plugin = session.config.options_of("training", TrainingOptions).lora_layers
         self._adapters = options.lora_layers and of_plugin is None and session.policy.adapters and not compiled
@@ -84,6 +86,8 @@ class Packed(Scoring):
         else:
             prompts = ", shared prompts once" if self._shares else ""
             said = f"scoring: rows are packed{prompts}, attention by {self._attention}"
+            if self._graphs is not None and self._graphs.refused is None:
+                said = f"{said}, small models' layers as CUDA graphs"
         if self._adapters:
             from .lora import served
 
@@ -125,10 +129,12 @@ class Packed(Scoring):
         return self.recomputation.joined(tokens)
 
     def state(self) -> Mapping[str, Any]:
-        """Return whether micro-batches share passes, and how many bytes a layer was seen to keep, by the number of
-        tokens. A resumed run then joins the micro-batches that it would have joined without the interruption."""
+        """Return whether micro-batches share passes, how many bytes a layer was seen to keep, by the number of tokens,
+        and the sizes of CUDA graphs. A resumed run then computes the passes that it would have computed without the
+        interruption."""
         seen = {} if self.recomputation is None else self.recomputation.layer_bytes.seen
-        return {"joins": self.joins, "layer_bytes": seen}
+        graphs = [] if self._graphs is None else self._graphs.state()
+        return {"joins": self.joins, "layer_bytes": seen, "graphs": graphs}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned. The first rows are compared all the same."""
@@ -136,6 +142,8 @@ class Packed(Scoring):
         if self.recomputation is not None:
             for tokens, bytes_ in state.get("layer_bytes", {}).items():
                 self.recomputation.layer_bytes.add(int(tokens), bytes_)
+        if self._graphs is not None:
+            self._graphs.load_state(state.get("graphs", ()))
 
     def score(self, rows: Rows) -> Scores:
         """Compute the rows' per-token log-probs and entropies as TRL does; without padding, where rows are packed.
@@ -186,7 +194,11 @@ class Packed(Scoring):
     def _score_packs(self, rows: Rows, packs: Sequence[Pack]) -> Scores:
         ours = rows.model.config._attn_implementation == attention.NAME
         scores: list[Scores] = []
+        graphs = self._graphs if self._graphed(rows, packs) else None
         for number, pack in enumerate(packs):
+            sizes = None if graphs is None else graphs.sizes(pack)
+            if sizes is not None:
+                pack = pack.filled(sizes)
             inputs = pack.inputs
             if rows.experts is not None:
                 experts = rows.experts[number * rows.at_once : (number + 1) * rows.at_once]
@@ -196,8 +208,11 @@ class Packed(Scoring):
                 inputs["support"] = kept.at(pack.places)
             if ours:
                 inputs |= {"segments": pack.segments, "prefixes": pack.prefixes}
+            if graphs is not None and sizes is not None:
+                inputs |= graphs.inputs(pack, sizes)
+            running = nullcontext() if graphs is None else graphs.running(sizes)
             computed = sum(pack.segments)
-            with attention.packing(), self._choosing(computed, sum(pack.lengths) - computed):
+            with attention.packing(), running, self._choosing(computed, sum(pack.lengths) - computed):
                 log_probs, entropies, router_loss = rows.forward(pack.labels, **inputs)
             entropies = None if entropies is None else pack.rows(entropies)
             scores.append(Scores(pack.rows(log_probs), entropies, router_loss))
@@ -207,6 +222,14 @@ class Packed(Scoring):
             torch.cat([part.log_probs for part in scores]),
             torch.cat(entropies_of) if entropies_of else None,
             torch.stack(losses_of).mean() if losses_of else None,
+        )
+
+    def _graphed(self, rows: Rows, packs: Sequence[Pack]) -> bool:
+        """Return whether CUDA graphs may compute a loss's forward pass of these rows."""
+        ours = rows.model.config._attn_implementation == attention.NAME
+        plain = rows.experts is None and rows.support is None and not rows.router_loss
+        return (
+            ours and plain and len(packs) == 1 and torch.is_grad_enabled() and rows.model is self._session.policy.base
         )
 
     @torch.no_grad()
@@ -260,3 +283,5 @@ class Packed(Scoring):
         for config, before in self._chosen.values():
             config._attn_implementation = before
         self._chosen.clear()
+        if self._graphs is not None:
+            self._graphs.close()

@@ -102,7 +102,8 @@ def test_indices_with_room_copy_the_same_keys_and_sum_the_same_gradients():
     sizes = pack.sizes.with_room()
     filled = pack.filled(sizes)
     given = filled.segments, filled.prefixes, filled.ends.device
-    plain, roomy = attention.whole_rows(*given), attention.whole_rows(*given, attention.Room(sizes.copied, sizes.shared, sizes.copies))
+    room = attention.Room(sizes.copied, sizes.shared, sizes.copies)
+    plain, roomy = attention.whole_rows(*given), attention.whole_rows(*given, room)
     keys, results = torch.randn(sizes.tokens, 2, 4), []
     for rows in (plain, roomy):
         tensor = keys.clone().requires_grad_()
@@ -298,13 +299,12 @@ def test_gradients_of_several_passes_add_up(passes):
     for seed in range(3):
         passes.loss(of_seed(seed))
     taken(passes.model)
+    gradients = []
     for graphed in (False, True):
         for seed in range(3):
             passes.loss(of_seed(seed), graphed)
-        if graphed:
-            assert apart(taken(passes.model), theirs) < 0.02
-        else:
-            theirs = taken(passes.model)
+        gradients.append(taken(passes.model))
+    assert apart(*gradients) < 0.02
 
 
 @ON_GPU
@@ -312,13 +312,12 @@ def test_a_second_pass_before_the_first_ones_gradients_leaves_them_right(passes)
     for seed in range(3):
         passes.loss(of_seed(seed))
     taken(passes.model)
+    gradients = []
     for graphed in (False, True):
         both = [passes.forward(of_seed(seed), graphed) for seed in (0, 1)]
         sum((scores * torch.arange(COMPLETION, device="cuda")).sum() for scores in both).backward()
-        if graphed:
-            assert apart(taken(passes.model), theirs) < 0.02
-        else:
-            theirs = taken(passes.model)
+        gradients.append(taken(passes.model))
+    assert apart(*gradients) < 0.02
 
 
 @ON_GPU

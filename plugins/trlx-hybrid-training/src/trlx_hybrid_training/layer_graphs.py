@@ -312,17 +312,16 @@ class Graph:
     def __init__(self, layers: Sequence[nn.Module], hidden: Tensor, given: Mapping[str, Any]) -> None:
         leaves, self._spec = tree_flatten(dict(given))
         self._constants = _constants(leaves)
-        self._stack = _Stack(layers, self._spec, self._constants)
+        kind = hidden.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self._dtype = autocast or hidden.dtype
+        self._stack = _Stack(layers, self._spec, self._constants, autocast)
         self._parameters = tuple(self._stack.parameters())
         self._addresses = _addresses(self._parameters)
         samples = [hidden.detach().clone().requires_grad_(hidden.requires_grad)]
         samples += [leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)]
         self._shapes = _shapes(samples)
-        kind = hidden.device.type
-        uncached = torch.autocast(
-            kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
-        )
-        with uncached:
+        with torch.autocast(hidden.device.type, enabled=False):  # as a backward pass runs; the stack switches it on
             replay: Any = torch.cuda.make_graphed_callables(
                 self._stack, tuple(samples), num_warmup_iters=1, allow_unused_input=True
             )
@@ -349,9 +348,7 @@ class Graph:
         None if they agree."""
         plain = functools.partial(_Stack.forward, self._stack)
         ours, theirs = (self._results(compute, hidden, given) for compute in (self._replay, plain))
-        kind = hidden.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        found = difference(ours, theirs, dtype)
+        found = difference(ours, theirs, self._dtype)
         return None if found is None else f"graphs and layers differ by {found:.3g} of their largest value"
 
     def _results(self, compute: Callable[..., Tensor], hidden: Tensor, given: Mapping[str, Any]) -> list[Tensor]:
@@ -359,23 +356,36 @@ class Graph:
         hidden = hidden.detach().clone().requires_grad_(hidden.requires_grad)
         out = compute(hidden, *_tensors(given))
         wanted = [tensor for tensor in (hidden, *self._parameters) if tensor.requires_grad]
-        gradients = torch.autograd.grad(out, wanted, out.detach(), allow_unused=True)
+        with torch.autocast(hidden.device.type, enabled=False):
+            gradients = torch.autograd.grad(out, wanted, out.detach(), allow_unused=True)
         return [tensor.detach().clone() for tensor in (out, *gradients) if tensor is not None]
 
 
 class _Stack(nn.Module):
-    """All layers as one module, whose arguments are tensors."""
+    """All layers as one module, whose arguments are tensors.
 
-    def __init__(self, layers: Sequence[nn.Module], spec: TreeSpec, constants: Sequence[Any]) -> None:
+    Args:
+        layers: the layers, in model order.
+        spec: the structure of the arguments, besides the first layer's input.
+        constants: the arguments, with the class `Tensor` in place of each tensor.
+        autocast: the dtype to which autocast casts the layers' products; None where it is off.
+    """
+
+    def __init__(
+        self, layers: Sequence[nn.Module], spec: TreeSpec, constants: Sequence[Any], autocast: torch.dtype | None
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
-        self._spec, self._constants = spec, constants
+        self._spec, self._constants, self._autocast = spec, constants, autocast
 
     def forward(self, hidden: Tensor, *tensors: Tensor) -> Tensor:
         left = iter(tensors)
         given = tree_unflatten([next(left) if c is Tensor else c for c in self._constants], self._spec)
-        for layer in self.layers:
-            hidden = type(layer).forward(layer, hidden, **given)  # `layer.forward` may be replaced meanwhile
+        # Casts that autocast keeps would be made outside of the graph.
+        on = self._autocast is not None
+        with torch.autocast(hidden.device.type, self._autocast, on, cache_enabled=False):
+            for layer in self.layers:
+                hidden = type(layer).forward(layer, hidden, **given)  # `layer.forward` may be replaced meanwhile
         return hidden
 
 

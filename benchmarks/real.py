@@ -1,6 +1,6 @@
 """Real weights that learn: reward over seconds, of TRL, of TRL tuned, and of a script that changes the import alone.
 
-    python -m benchmarks.real FOLDER --kind full --arm import --seeds 3
+    python -m benchmarks.real FOLDER --kind full --arm import --seed 0
 
 FOLDER holds a model that answers small questions, such as SmolLM2-135M-Instruct. Each training is a process of its own,
 as a user starts it, and the arms take turns. Task, learning rates, steps and batch are the same for all arms, and were
@@ -20,10 +20,11 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from .harness import Measurement
-from .result import Result, accelerator
+from .result import RESULTS, Result, accelerator, commit, versions
 
 ARMS = ("trl", "tuned", "import")
 """Stock TRL; TRL without sleep mode and gradient checkpointing, which a model this small allows; and ours, by the
@@ -31,6 +32,9 @@ import alone."""
 
 KINDS = ("full", "lora")
 LEARNING_RATES = {"full": 1e-5, "lora": 1e-4}
+STEPS = {"full": 60, "lora": 100}
+"""The number of optimizer steps of a run, unless another is given."""
+
 ROWS = 16
 """Rows of a micro-batch."""
 
@@ -106,7 +110,7 @@ def metrics_of(runs: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) ->
     """Return the metrics of all runs, by kind and arm, medians over the seeds.
 
     They are: seconds of start-up and of a step, the reward that was learned, the held-out one, and seconds to a share
-    of the reward that the slowest learner of the arms ends with. Runs that never reach it are counted.
+    of the reward that the slowest learner of the arms ends with, of training alone and with the start-up. Runs that never reach it are counted.
     """
     metrics: dict[str, float] = {}
     for kind, arms in runs.items():
@@ -124,25 +128,42 @@ def metrics_of(runs: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) ->
                 metrics[f"never_at_{share:.0%}_{name}"] = len(times) - len(known)
                 if known:
                     metrics[f"seconds_to_{share:.0%}_{name}"] = statistics.median(known)
+                    ends = [c["startup"] + time for c, time in zip(found, times, strict=True) if time is not None]
+                    metrics[f"seconds_from_start_to_{share:.0%}_{name}"] = statistics.median(ends)
     return metrics
 
 
+Curves = dict[str, dict[str, list[dict[str, Any]]]]
+"""Curves of the runs, by kind and arm, one for each seed."""
+
+
 def measure(
-    model: str, kinds: Sequence[str], arms: Sequence[str], seeds: int, steps: int, sequences: int, longest: int
-) -> Result:
-    """Train each arm with each seed, in turns, and return the result."""
-    runs: dict[str, dict[str, list[dict[str, Any]]]] = {kind: {arm: [] for arm in arms} for kind in kinds}
-    sizes = {"steps": steps, "sequences": sequences, "longest": longest}
-    for kind in kinds:
-        for seed in range(seeds):
-            for arm in arms[:: -1 if seed % 2 else 1]:
-                with tempfile.TemporaryDirectory(prefix="benchmark-real-") as folder:
-                    curves = train(Run(arm=arm, kind=kind, seed=seed, model=model, folder=folder, **sizes))
-                median = statistics.median(curves["seconds"][WARM:] or curves["seconds"])
-                reward = statistics.fmean(curves["reward"][-END:])
-                print(f"{kind}, {arm}, seed {seed}: {median:.2f} s a step, reward {reward:.3f}", flush=True)
-                runs[kind][arm].append(curves)
-    measured = [
+    model: str, kinds: Sequence[str], arms: Sequence[str], seeds: Sequence[int], runs: Curves, sizes: Mapping[str, Any]
+) -> None:
+    """Train each arm with each seed, in turns. The result file is written after each training.
+
+    Args:
+        model: the model's folder.
+        runs: the runs that the result has already. Those of the same kind, arm and seed are replaced.
+        sizes: sequences and longest of `Run`; steps, by kind.
+    """
+    for kind, seed in itertools.product(kinds, seeds):
+        of_run = {**sizes, "steps": sizes["steps"][kind]}
+        for arm in arms[:: -1 if seed % 2 else 1]:
+            with tempfile.TemporaryDirectory(prefix="benchmark-real-") as folder:
+                curves = train(Run(arm=arm, kind=kind, seed=seed, model=model, folder=folder, **of_run))
+            median = statistics.median(curves["seconds"][WARM:] or curves["seconds"])
+            reward = statistics.fmean(curves["reward"][-END:])
+            print(f"{kind}, {arm}, seed {seed}: {median:.2f} s a step, reward {reward:.3f}", flush=True)
+            others = [run for run in runs.setdefault(kind, {}).get(arm, []) if run["seed"] != seed]
+            curves |= {"seed": seed, "commit": commit()}
+            runs[kind][arm] = sorted([*others, curves], key=lambda run: run["seed"])
+            result(runs, sizes).publish()
+
+
+def result(runs: Curves, sizes: Mapping[str, Any]) -> Result:
+    """Return the result of runs of these sizes."""
+    measurements = [
         Measurement(arm, tuple(s for c in found for s in c["seconds"][WARM:]), kind)
         for kind, by_arm in runs.items()
         for arm, found in by_arm.items()
@@ -151,10 +172,34 @@ def measure(
         benchmark="real",
         device=accelerator(),
         peer="trl",
-        measurements=measured,
+        measurements=measurements,
         metrics=metrics_of(runs),
-        settings=sizes | {"seeds": seeds, "learning_rates": LEARNING_RATES, "curves": runs},
+        settings={**sizes, "learning_rates": LEARNING_RATES, "curves": runs},
     )
+
+
+def earlier(sizes: Mapping[str, Any], folder: Path = RESULTS) -> Curves:
+    """Return the runs of this device's result, which later ones are added to; none if there is no such result.
+
+    Raises:
+        SystemExit: they were measured with other sizes or versions.
+    """
+    file = folder / f"real-{accelerator()}.json"
+    if not file.exists():
+        return {}
+    content = json.loads(file.read_text())
+    settings = content["settings"]
+    for name, then, now in [
+        *((size, settings[size], number) for size, number in sizes.items()),
+        ("learning rates", settings["learning_rates"], LEARNING_RATES),
+        ("versions", content["versions"], versions()),
+    ]:
+        if then != now:
+            sys.exit(
+                f"Cannot add to {file.name}: its {name} are {then}, and now {now}. Measure all again, without --add."
+            )
+    curves: Curves = settings["curves"]
+    return curves
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -162,14 +207,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("model", help="a folder with a chat model and its tokenizer")
     parser.add_argument("--kind", choices=KINDS, action="append", help="may be repeated; default: all")
     parser.add_argument("--arm", choices=ARMS, action="append", help="may be repeated; default: all")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each arm (default: 3)")
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps of a run (default: 100)")
+    parser.add_argument("--seed", type=int, action="append", help="may be repeated; default: 0, 1 and 2")
+    parser.add_argument("--steps", type=int, help=f"optimizer steps of a run (default: {STEPS})")
     parser.add_argument("--sequences", type=int, default=128, help="completions of a step (default: 128)")
     parser.add_argument("--longest", type=int, default=192, help="the largest number of tokens of one (default: 192)")
-    parser.add_argument("--add", action="store_true", help="keep the other kinds of an existing result")
+    parser.add_argument("--add", action="store_true", help="keep the other runs of an existing result")
     given = parser.parse_args(argv)
-    sizes = given.seeds, given.steps, given.sequences, given.longest
-    measure(given.model, given.kind or KINDS, given.arm or ARMS, *sizes).publish(add=given.add)
+    steps = STEPS if given.steps is None else dict.fromkeys(KINDS, given.steps)
+    sizes = {"steps": steps, "sequences": given.sequences, "longest": given.longest}
+    runs = earlier(sizes) if given.add else {}
+    measure(given.model, given.kind or KINDS, given.arm or ARMS, given.seed or (0, 1, 2), runs, sizes)
 
 
 if __name__ == "__main__":

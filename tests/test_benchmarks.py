@@ -476,6 +476,27 @@ def test_seconds_to_a_reward_are_those_of_the_steps_until_its_mean_is_reached():
     final = min(found["reward_trl_full"], found["reward_import_full"])
     steps = next(n for n in range(5, 22) if sum(rising[n - 5 : n]) / 5 >= 0.9 * final)
     assert found["seconds_to_90%_trl_full"] == pytest.approx(3.0 * steps)
+    assert found["seconds_from_start_to_90%_trl_full"] == pytest.approx(10.0 + 3.0 * steps)
     assert found["seconds_to_90%_import_full"] == pytest.approx(0.5 * steps)
     assert (found["never_at_90%_trl_full"], found["never_at_90%_import_full"]) == (0, 1)
     assert real.reached(runs["full"]["trl"][0], 2.0) is None
+
+
+def test_runs_of_real_weights_are_added_to_those_of_equal_sizes(tmp_path, monkeypatch):
+    def trained(run):
+        return {"startup": 10.0, "held_out": 0.5, "seconds": [1.0 + run.seed] * 20, "reward": [0.5] * 20}
+
+    monkeypatch.setattr(real, "train", trained)
+    monkeypatch.setattr(real, "RESULTS", tmp_path)
+    monkeypatch.setattr(result.Result.publish, "__defaults__", (tmp_path,))
+    sizes = {"steps": {"full": 20, "lora": 20}, "sequences": 8, "longest": 4}
+    real.measure("model", ["full"], ["trl", "import"], [1, 0], {}, sizes)
+    runs = real.earlier(sizes, tmp_path)
+    real.measure("model", ["full"], ["import"], [2, 1], runs, sizes)
+    runs = real.earlier(sizes, tmp_path)
+    assert {arm: [run["seed"] for run in found] for arm, found in runs["full"].items()} == {
+        "trl": [0, 1],
+        "import": [0, 1, 2],
+    }
+    with pytest.raises(SystemExit, match=r"its sequences are 8, and now 16\. Measure all again, without --add"):
+        real.earlier(sizes | {"sequences": 16}, tmp_path)

@@ -281,6 +281,7 @@ def of_seed(seed):
 
 
 @ON_GPU
+@pytest.mark.filterwarnings("error:The AccumulateGrad node's stream")
 def test_graphs_compute_what_layers_compute(passes):
     used = 0
     for seed in range(8):

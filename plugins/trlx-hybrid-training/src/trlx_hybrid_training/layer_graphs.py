@@ -318,6 +318,8 @@ class Graph:
         self._stack = _Stack(layers, self._spec, self._constants, autocast)
         self._parameters = tuple(self._stack.parameters())
         self._addresses = _addresses(self._parameters)
+        # Nodes that are made during the capture would add gradients up on its stream, and wait for it each time.
+        self._accumulators = [p.view_as(p).grad_fn.next_functions[0][0] for p in self._parameters if p.requires_grad]
         samples = [hidden.detach().clone().requires_grad_(hidden.requires_grad)]
         samples += [leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)]
         self._shapes = _shapes(samples)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trlx_hybrid.policy.policy import modules_of
@@ -319,7 +320,7 @@ class Graph:
         self._parameters = tuple(self._stack.parameters())
         self._addresses = _addresses(self._parameters)
         # Nodes that are made during the capture would add gradients up on its stream, and wait for it each time.
-        self._accumulators = [p.view_as(p).grad_fn.next_functions[0][0] for p in self._parameters if p.requires_grad]
+        self._accumulators = [get_gradient_edge(p) for p in self._parameters if p.requires_grad]
         samples = [hidden.detach().clone().requires_grad_(hidden.requires_grad)]
         samples += [leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)]
         self._shapes = _shapes(samples)

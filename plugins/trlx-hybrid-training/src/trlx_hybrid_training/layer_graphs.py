@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import set_warn_on_accumulate_grad_stream_mismatch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trlx_hybrid.policy.policy import modules_of
@@ -319,11 +319,11 @@ class Graph:
         self._stack = _Stack(layers, self._spec, self._constants, autocast)
         self._parameters = tuple(self._stack.parameters())
         self._addresses = _addresses(self._parameters)
-        # Nodes that are made during the capture would add gradients up on its stream, and wait for it each time.
-        self._accumulators = [get_gradient_edge(p) for p in self._parameters if p.requires_grad]
         samples = [hidden.detach().clone().requires_grad_(hidden.requires_grad)]
         samples += [leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)]
         self._shapes = _shapes(samples)
+        # Its nodes add gradients up on the stream of its warm-up, for which autograd waits, and would warn.
+        set_warn_on_accumulate_grad_stream_mismatch(False)
         with torch.autocast(hidden.device.type, enabled=False):  # as a backward pass runs; the stack switches it on
             replay: Any = torch.cuda.make_graphed_callables(
                 self._stack, tuple(samples), num_warmup_iters=1, allow_unused_input=True

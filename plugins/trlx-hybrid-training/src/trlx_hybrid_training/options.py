@@ -51,7 +51,7 @@ class PackedOptions:
     adaptive_checkpointing: bool = True
     joined: bool | None = None
     lora_layers: bool = True
-    cuda_graphs: bool = True
+    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
         if self.joined and not (self.adaptive_checkpointing and self.packing):
@@ -61,5 +61,5 @@ class PackedOptions:
             )
 
 
-BEFORE = {"adaptive_checkpointing": False, "joined": False, "lora_layers": False, "cuda_graphs": False}
+BEFORE = {"adaptive_checkpointing": False, "joined": False, "lora_layers": False}
 """Options of `scoring="packed"` that were off unless asked for, before they became the default."""

@@ -110,7 +110,8 @@ def metrics_of(runs: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) ->
     """Return the metrics of all runs, by kind and arm, medians over the seeds.
 
     They are: seconds of start-up and of a step, the reward that was learned, the held-out one, and seconds to a share
-    of the reward that the slowest learner of the arms ends with, of training alone and with the start-up. Runs that never reach it are counted.
+    of the reward that the slowest learner of the arms ends with: of training alone, and with the start-up. Runs that
+    never reach it are counted.
     """
     metrics: dict[str, float] = {}
     for kind, arms in runs.items():

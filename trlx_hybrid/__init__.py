@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from . import _moved
 from .config import HybridConfig
 from .contract.types import Layout
+from .notices import named_when_long
 from .plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
@@ -50,13 +51,15 @@ logging.getLogger("vllm.triton_utils.importing").addFilter(_worth_telling)
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Switch garbage collection off while the training stack is imported: it would make the import a sixth slower, and
-    free little, since almost all that imports create stays."""
+def _importing(what: str) -> Iterator[None]:
+    """A context for an import of the training stack: a line says so where it takes long, and garbage is not collected
+    meanwhile. That would make the import a sixth slower, and free little, since almost all that imports create
+    stays."""
     was_on = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with named_when_long(f"importing {what}"):
+            yield
     finally:
         if was_on:
             gc.enable()
@@ -64,12 +67,12 @@ def _no_garbage_collection() -> Iterator[None]:
 
 def __getattr__(name: str) -> Any:
     if name == "HybridEngine":
-        with _no_garbage_collection():
+        with _importing("transformers"):
             from .own_loop.hybrid_engine import HybridEngine
 
         return HybridEngine
     if name in __all__:
-        with _no_garbage_collection():
+        with _importing("TRL, transformers and vLLM"):
             from .trl import trainer
 
         return getattr(trainer, name)

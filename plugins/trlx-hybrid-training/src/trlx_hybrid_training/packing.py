@@ -31,7 +31,7 @@ FILLERS = 16
 """The number of rows that fill a pack up: none of them may be longer than the longest row that its sizes allow."""
 
 ROOM = 1.25
-"""How many times as large as a pack the sizes are that `Sizes.with_room` returns."""
+"""Factor by which the sizes of `Sizes.with_room` exceed those of a pack."""
 
 STEP = 64
 """Sizes with room are multiples of this number of tokens."""

@@ -17,6 +17,7 @@ from trlx_hybrid.contract.protocols import NamedTensors, Regions
 from trlx_hybrid.contract.types import Completion, LoadReport, Request, Sampling
 from trlx_hybrid.errors import EngineError, SyncError, listed
 from trlx_hybrid.memory.ledger import policy_tensors, storages
+from trlx_hybrid.notices import named_when_long
 from trlx_hybrid.policy.policy import Policy, modules_of
 from trlx_hybrid.session import Session
 
@@ -65,6 +66,11 @@ if TYPE_CHECKING:
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 SPARE = 2 << 30
 """Bytes of the device that are left for allocations outside torch: NCCL, cuBLAS, recorded graphs."""
+
+COMPILES = (
+    "vLLM compiles the model and records CUDA graphs: a minute or more at a machine's first start, less at later ones. "
+    "engine_options={'enforce_eager': True} starts faster and samples slower."
+)
 
 
 class VLLMEngine:
@@ -119,6 +125,7 @@ class VLLMEngine:
             launcher_environment(ranks.rank, ranks.local_rank, ranks.world, address),
             starting(self.dtype, folder, rank, session.policy.module, self._frozen > PYTHONS_OWN) as built,
             told_when_late(options.ranks),
+            named_when_long("building the vLLM engine", "" if arguments["enforce_eager"] else COMPILES, ranks.rank),
         ):
             write_without_weights(session.policy, Path(folder))
             if self.sleeps:

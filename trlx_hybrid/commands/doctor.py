@@ -25,7 +25,7 @@ PACKAGES = (
 
 TESTED = {
     "trl": ("1.16", "1.16"),
-    "transformers": ("5.17", "5.19"),
+    "transformers": ("5.17", "5.24"),
     "accelerate": ("1.15", "1.15"),
     "peft": ("0.21", "0.21"),
 }

@@ -11,19 +11,14 @@ because running out of memory is an answer, too. The result file is written afte
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
-from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from functools import cache
 from typing import Any
 
+from .child import ChildError, ask
 from .result import Result
 
 SHAPES: dict[str, dict[str, Any]] = {  # Qwen2.5's
@@ -41,55 +36,23 @@ KINDS = ("trl", "hybrid")
 CONTEXT = {"tiny": 64} | dict.fromkeys(("7b", "14b", "32b"), 4096)  # tokens; the prompt has half of them
 SEQUENCES = 4
 LORA_RANK = 16
-PROGRESS, ANSWER = "capacity: ", "capacity answers: "  # how the child's lines begin
-LAST_LINES = 12  # of a child that failed
 
 
 def attempt(
     kind: str, size: str, share: float | None, steps: int, folder: str, seconds: float, eager: bool = False
 ) -> dict[str, Any]:
     """Run one trainer in a process of its own; return its answer, or how it ended. Prints its progress as it comes."""
-    arguments = {"kind": kind, "size": size, "share": share, "steps": steps, "folder": folder, "eager": eager}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.capacity_run", json.dumps(arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,  # so that none of its helpers outlives it and keeps the pipe open
-    )
-    expired = threading.Event()
+    given = {"kind": kind, "size": size, "share": share, "steps": steps, "folder": folder, "eager": eager}
 
-    def end_all() -> None:
-        with suppress(ProcessLookupError):  # no process of its session is left
-            os.killpg(process.pid, signal.SIGKILL)
+    def say(line: str) -> None:
+        print(f"{kind} {size}: {line}", file=sys.stderr, flush=True)
 
-    def expire() -> None:
-        expired.set()
-        end_all()
-
-    timer = threading.Timer(seconds, expire)
-    timer.start()
-    stage, tail = "nothing yet", deque[str](maxlen=LAST_LINES)
-    assert process.stdout is not None
     try:
-        for line in process.stdout:
-            if line.startswith(ANSWER):
-                return dict(json.loads(line.removeprefix(ANSWER)))
-            if line.startswith(PROGRESS):
-                stage = line.removeprefix(PROGRESS).strip()
-                print(f"{kind} {size}: {stage}", file=sys.stderr, flush=True)
-            elif line.strip() and line.strip()[-300:] not in tail:
-                tail.append(line.strip()[-300:])
-        code = process.wait()
-    finally:
-        timer.cancel()
-        end_all()
-        process.wait()
-        process.stdout.close()
-    ended = f"no answer within {seconds:g} s" if expired.is_set() else f"exit code {code}"
-    print(f"{kind} {size}: {ended} after {stage}; {' | '.join([*tail][-3:])}", file=sys.stderr, flush=True)
-    timed_out = expired.is_set()
-    return {"kind": kind, "size": size, "ended": ended, "timed_out": timed_out, "after": stage, "last_lines": [*tail]}
+        return ask("benchmarks.capacity_run", given, seconds, say)
+    except ChildError as error:
+        say(f"{error.ended} after {error.after}; {' | '.join(error.last_lines[-3:])}")
+        ended = {name: getattr(error, name) for name in ("ended", "timed_out", "after", "last_lines")}
+        return {"kind": kind, "size": size, **ended}
 
 
 def kv_tokens(size: str, shares: Sequence[float], folder: str, seconds: float, eager: bool) -> Iterator[Result]:

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from .building import prepare_process, stock_engine
-from .capacity import ANSWER, CONTEXT, LORA_RANK, PROGRESS, SEQUENCES, SHAPES
+from .capacity import CONTEXT, LORA_RANK, SEQUENCES, SHAPES
+from .child import answer, progress
 from .lengths import Lengths
 from .scale import Scale, Variant
 
@@ -70,7 +71,7 @@ class Watch:
         self._look()
         recent, self._recent = self._recent, 0
         self.stages.append(f"{time.perf_counter() - self._started:.1f} s: {stage}, at most {recent / GIB:.2f} GiB")
-        print(f"\n{PROGRESS}{self.stages[-1]}", file=sys.stderr, flush=True)
+        progress(self.stages[-1])
 
 
 def random_model(size: str) -> Any:
@@ -270,7 +271,7 @@ def run(kind: str, size: str, share: float | None, steps: int, folder: str, eage
 def main(arguments: str) -> int:
     """Print the answer, and return the exit status."""
     try:
-        print(f"\n{ANSWER}{json.dumps(run(**json.loads(arguments)))}", flush=True)
+        answer(run(**json.loads(arguments)))
     except Exception:
         traceback.print_exc()
         return 1

@@ -15,7 +15,6 @@ import dataclasses
 import itertools
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .child import ask
 from .harness import Measurement
 from .result import RESULTS, Result, accelerator, commit, versions
 
@@ -54,8 +54,6 @@ SHARES = (0.5, 0.7, 0.9)
 LIMIT = 3600
 """Seconds after which a training is given up."""
 
-ANSWER = "ANSWER "
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
@@ -85,16 +83,9 @@ def train(run: Run) -> dict[str, Any]:
     `benchmarks.real_run.LOGGED` names.
 
     Raises:
-        RuntimeError: the training failed.
-        subprocess.TimeoutExpired: it took longer than `LIMIT`.
+        ChildError: the training failed, or took longer than `LIMIT`.
     """
-    command = [sys.executable, "-m", "benchmarks.real_run", json.dumps(dataclasses.asdict(run))]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LIMIT, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith(ANSWER)]
-    if done.returncode or not lines:
-        raise RuntimeError(f"{run} ended with {done.returncode}:\n{done.stdout[-4000:]}")
-    answer: dict[str, Any] = json.loads(lines[-1].removeprefix(ANSWER))
-    return answer
+    return ask("benchmarks.real_run", dataclasses.asdict(run), LIMIT)
 
 
 def reached(curves: Mapping[str, Any], reward: float) -> float | None:

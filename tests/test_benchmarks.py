@@ -18,6 +18,7 @@ import torch
 
 from benchmarks import BENCHMARKS, capacity, capacity_run, real, result, rollout
 from benchmarks.__main__ import main
+from benchmarks.child import ANSWER, PROGRESS
 from benchmarks.goals import GOALS, ROOT, load, measured_code, module_of, stale
 from benchmarks.harness import Arm, Measurement, Timed, UnequalResultsError, alternate
 from benchmarks.lengths import Lengths, batches
@@ -413,14 +414,14 @@ def child(tmp_path, monkeypatch):
 
 
 def test_a_trainer_answers_although_a_helper_outlives_it(child):
-    attempt = child(f"echo noise >&2; sleep 60 & echo '{capacity.ANSWER}{{\"kv_tokens\": 3}}'")
+    attempt = child(f"echo noise >&2; sleep 60 & echo '{ANSWER}{{\"kv_tokens\": 3}}'")
     started = time.monotonic()
     assert attempt(50) == {"kv_tokens": 3}
     assert time.monotonic() - started < 30
 
 
 def test_a_trainer_that_takes_too_long_tells_where_it_stood(child, capfd):
-    found = child(f"echo '{capacity.PROGRESS}2 s: model built' >&2; sleep 60")(3)
+    found = child(f"echo '{PROGRESS}2 s: model built' >&2; sleep 60")(3)
     assert found["timed_out"]
     assert found["ended"] == "no answer within 3 s"
     assert found["after"] == "2 s: model built"

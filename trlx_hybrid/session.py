@@ -498,10 +498,10 @@ class Session:
                 state, because stock TRL wrote the checkpoint.
         """
         file = folder / STATE_FILE
-        state: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"weight_version": step}
+        state: Any = self.ranks.broadcast(json.loads(file.read_text()) if file.exists() else {"weight_version": step})
         self.versions.version = state["weight_version"]
-        self._score_on(self.ranks.broadcast(state.get("scoring")))
-        self.algorithms.load_state(self.ranks.broadcast(state.get("algorithms", {})))  # rank 0's, the same for all
+        self._score_on(state.get("scoring"))
+        self.algorithms.load_state(state.get("algorithms", {}))
         self.versions.forget()
         self.sampler.forget()
         return int(state.get("step", self.versions.version))

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from trlx_hybrid.session import Session
 from trlx_hybrid_training.options import BEFORE
+from trlx_hybrid_training.scoring import Packed
 
 sys.path.insert(0, str(Path(__file__).parent))
 from scripted import SCRIPTED, Gradients, Offer, Scripted
@@ -58,3 +60,21 @@ def compared(run, monkeypatch):
         return runs
 
     return start
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """How many micro-batches each forward pass with gradients computed; memory is as free as `passes.free` says."""
+
+    class Passes(list):
+        free = 1 << 60
+
+    seen = Passes()
+
+    def joined(self, tokens, stock=Packed.joined):
+        seen.append(stock(self, tokens))
+        return seen[-1]
+
+    monkeypatch.setattr(Packed, "joined", joined)
+    monkeypatch.setattr(Session, "free_bytes", lambda self: seen.free)
+    return seen

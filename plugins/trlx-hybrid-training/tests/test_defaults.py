@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import trlx_hybrid
-from trlx_hybrid.session import Session
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid_training import lora as lora_layers
 from trlx_hybrid_training.options import BEFORE
-from trlx_hybrid_training.scoring import Packed
 
 sys.path.insert(0, str(Path(__file__).parent))
 from scripted import STEPS, Offer, difference, lora
@@ -23,21 +21,7 @@ BOUND = 1e-5
 
 
 @pytest.fixture
-def joins(monkeypatch):
-    """How many micro-batches each forward pass with gradients may compute; the device's memory is as good as empty."""
-    seen = []
-
-    def joined(self, tokens, stock=Packed.joined):
-        seen.append(stock(self, tokens))
-        return seen[-1]
-
-    monkeypatch.setattr(Packed, "joined", joined)
-    monkeypatch.setattr(Session, "free_bytes", lambda self: 1 << 60)
-    return seen
-
-
-@pytest.fixture
-def start(run, noisy, joins):
+def start(run, noisy, passes):
     """`start(hybrid, **arguments)`: a run with these settings beside the engine's, and adapters where asked for."""
 
     def started(hybrid=None, adapters=False, trainer=GRPO, resume=None, **given):
@@ -51,9 +35,9 @@ def start(run, noisy, joins):
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "LoRA"])
-def test_an_engine_is_enough(start, joins, capsys, adapters):
+def test_an_engine_is_enough(start, passes, capsys, adapters):
     padded = start(PADDED, adapters)
-    assert not joins
+    assert not passes
     capsys.readouterr()
     ours = start(adapters=adapters)
     header = capsys.readouterr().err
@@ -61,13 +45,13 @@ def test_an_engine_is_enough(start, joins, capsys, adapters):
     assert "micro-batches share a pass as far as memory allows" in header
     assert ("LoRA layers: 14 of 14 compute in fewer passes" in header) == adapters
     assert ours.trainer.session.scoring.padded_because is None
-    assert joins[-1] == 4
+    assert passes[-1] == 4
     assert max(difference(ours, padded)) < BOUND
 
 
-def test_one_word_switches_each_off(start, joins, capsys):
+def test_one_word_switches_each_off(start, passes, capsys):
     start({"scoring": "packed", "scoring_options": BEFORE}, adapters=True)
-    assert not joins
+    assert not passes
     header = capsys.readouterr().err
     assert "LoRA layers" not in header
     assert "recomputed" not in header
@@ -101,7 +85,7 @@ def test_a_wrong_lora_layer_stays_pefts_by_name(start, monkeypatch, caplog):
     assert max(difference(ours, padded)) < BOUND
 
 
-def test_a_model_that_computes_joined_rows_otherwise_gets_a_pass_for_each_micro_batch(start, joins, caplog):
+def test_a_model_that_computes_joined_rows_otherwise_gets_a_pass_for_each_micro_batch(start, passes, caplog):
     """Packed rows prove themselves on the rows of one micro-batch; this model goes wrong with more of them."""
 
     def wrong(model):
@@ -127,29 +111,29 @@ def steps(finished):
 SAVED = STEPS | {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 
 
-def test_a_resumed_run_joins_what_the_whole_run_joined(start, joins, tmp_path):
+def test_a_resumed_run_joins_what_the_whole_run_joined(start, passes, tmp_path):
     whole = start(output_dir=str(tmp_path / "whole"), **SAVED)
-    asked = list(joins)
-    joins.clear()
+    asked = list(passes)
+    passes.clear()
     resumed = start(output_dir=str(tmp_path / "whole"), resume=tmp_path / "whole" / "checkpoint-2", **SAVED)
-    assert joins == asked[-len(joins) :] == [4, 4]
+    assert passes == asked[-len(passes) :] == [4, 4]
     assert steps(resumed)[-2:] == steps(whole)[-2:]
     weights = whole.weights()
     assert all(torch.equal(value, weights[name]) for name, value in resumed.weights().items())
 
 
-def test_so_does_one_that_asks_for_packed_rows_where_trl_samples(run, joins, tmp_path):
+def test_so_does_one_that_asks_for_packed_rows_where_trl_samples(run, passes, tmp_path):
     given = SAVED | {"output_dir": str(tmp_path), "hybrid": {"scoring": "packed"}, "train": False}
     whole, resumed = run(GRPO, **given), run(GRPO, **given)
     whole.trainer.train()
-    joins.clear()
+    passes.clear()
     resumed.trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert joins == [4, 4]
+    assert passes == [4, 4]
     assert steps(resumed)[-2:] == steps(whole)[-2:]
 
 
 @pytest.mark.parametrize("names", [True, False], ids=["that names it", "of an earlier release"])
-def test_a_run_from_a_checkpoint_scores_on_as_it_did(start, joins, tmp_path, capsys, names):
+def test_a_run_from_a_checkpoint_scores_on_as_it_did(start, passes, tmp_path, capsys, names):
     """To the bit: it is the run that was interrupted, and the default has changed since."""
     folder = tmp_path / "padded"
     whole = start(PADDED, output_dir=str(folder), **SAVED)
@@ -162,7 +146,7 @@ def test_a_run_from_a_checkpoint_scores_on_as_it_did(start, joins, tmp_path, cap
     capsys.readouterr()
     resumed = start(output_dir=str(folder), resume=folder / "checkpoint-2", **SAVED)
     assert "scoring=padded (as in the checkpoint)" in capsys.readouterr().err
-    assert not joins
+    assert not passes
     assert steps(resumed)[-2:] == steps(whole)[-2:]
 
 

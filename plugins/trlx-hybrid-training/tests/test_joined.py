@@ -14,7 +14,6 @@ from transformers import TrainerCallback
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from trl import RLOOConfig
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid.session import Session
 from trlx_hybrid.testing.processes import rank_reports
 from trlx_hybrid.trl.scoring.loss import in_training
 from trlx_hybrid_training.options import PackedOptions
@@ -41,24 +40,6 @@ CASES = {
     "KL": {"beta": 0.1, "peft_config": lora()},
     "RLOO": {"config_class": RLOOConfig, "beta": 0.0},
 }
-
-
-@pytest.fixture
-def passes(monkeypatch):
-    """How many micro-batches each forward pass with gradients computed; memory is as free as `passes.free` says."""
-
-    class Passes(list):
-        free = 1 << 60
-
-    seen = Passes()
-
-    def joined(self, tokens, stock=Packed.joined):
-        seen.append(stock(self, tokens))
-        return seen[-1]
-
-    monkeypatch.setattr(Packed, "joined", joined)
-    monkeypatch.setattr(Session, "free_bytes", lambda self: seen.free)
-    return seen
 
 
 @pytest.mark.parametrize("case", CASES)

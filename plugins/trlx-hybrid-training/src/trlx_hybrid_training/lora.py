@@ -128,13 +128,16 @@ def apply(model: nn.Module, compare: bool = False) -> list[tuple[str, str]]:
     return unserved
 
 
-def served(model: nn.Module) -> str:
+def served(model: nn.Module, compare: bool = False) -> str:
     """Apply the faster forward to a model, and return a line that is printed when the run starts: how many of the LoRA
     layers have it.
 
     The line also names the first layer that keeps PEFT's forward, with the reason.
+
+    Args:
+        compare: as in `apply`.
     """
-    unserved, adapted = apply(model), sum(isinstance(module, BaseTunerLayer) for module in model.modules())
+    unserved, adapted = apply(model, compare), sum(isinstance(module, BaseTunerLayer) for module in model.modules())
     said = f"LoRA layers: {adapted - len(unserved)} of {adapted} compute in fewer passes"
     return f"{said}; {unserved[0][0]} as in PEFT: {unserved[0][1]}" if unserved else said
 

@@ -72,11 +72,11 @@ class Packed(Scoring):
         self._graphs = LayerGraphs(session) if options.cuda_graphs and packed else None
         self._joins = options.joined is not False and packed and self.recomputation is not None
         of_plugin = session.config.options_of("training", TrainingOptions).lora_layers
-        self._adapters = options.lora_layers and of_plugin is None and session.policy.adapters and not compiled
-        if self._adapters:
-            from .lora import apply
+        self._adapters: str | None = None  # what is said of LoRA layers, where this scoring makes them faster
+        if options.lora_layers and of_plugin is None and session.policy.adapters and not compiled:
+            from .lora import served
 
-            apply(session.policy.module, compare=True)
+            self._adapters = served(session.policy.module, compare=True)
 
     def note(self) -> str:
         """Return the line about this scoring that is printed when a run starts: whether rows are packed or padded, and
@@ -88,10 +88,8 @@ class Packed(Scoring):
             said = f"scoring: rows are packed{prompts}, attention by {self._attention}"
             if self._graphs is not None and self._graphs.refused is None:
                 said = f"{said}, small models' layers as CUDA graphs"
-        if self._adapters:
-            from .lora import served
-
-            said = f"{said}; {served(self._session.policy.module)}"
+        if self._adapters is not None:
+            said = f"{said}; {self._adapters}"
         if self.recomputation is None:
             return said
         idle = self.recomputation.idle()

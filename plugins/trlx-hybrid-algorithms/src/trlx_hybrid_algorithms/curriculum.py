@@ -19,8 +19,9 @@ class Curriculum(Algorithm):
     A share of the draws (`CurriculumOptions.explore`) is uniform. A prompt that was never sampled counts as p = 1/2.
     Where rewards are 0 or 1, p(1 - p) is their variance, and so measures how much a group teaches.
 
-    After: Learning to Reason at the Frontier of Learnability, arXiv 2502.12272, which samples candidates anew and takes
-    the best.
+    Source of p(1 - p): Learning to Reason at the Frontier of Learnability, arXiv 2502.12272. There, candidate prompts
+    are sampled only to estimate p, and the prompts with the highest p(1 - p) are trained on. Here p is recorded from
+    the groups that were sampled for training.
 
     Args:
         options: the user's options.

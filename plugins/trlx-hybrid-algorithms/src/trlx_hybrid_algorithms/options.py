@@ -14,7 +14,8 @@ class DynamicSamplingOptions:
     Attributes:
         rounds: how many times prompts are sampled for one batch, at most.
         oversampling: the number of prompts that the first round samples, as a multiple of the batch's number of
-            prompts. With more, fewer batches need a second round, which takes about as long as its longest completion.
+            prompts. With a larger multiple, fewer batches need a second round. A round takes about as long as its
+            longest completion.
         function: number of the reward function, from 0, whose rewards must differ. None: the rewards of all functions,
             weighted and summed. A penalty for length or format makes this sum differ in most groups.
     """
@@ -37,8 +38,8 @@ class CurriculumOptions:
     """Settings of `curriculum`, which prefers prompts that are sometimes solved.
 
     Attributes:
-        lowest, highest: the reward, weighted and summed over functions, of a completion with nothing right, and of one
-            with all right.
+        lowest: the reward, weighted and summed over functions, of a completion that is entirely wrong.
+        highest: the reward, weighted and summed over functions, of a completion that is entirely right.
         explore: the share of prompts that are drawn uniformly, regardless of their solve rates; above 0 and at most 1.
         memory: the weight of the older solve rate when a prompt is sampled again, from 0 to below 1.
     """
@@ -63,7 +64,8 @@ class LengthRewardOptions:
     """Settings of `length_reward`, which adds a bonus to the rewards of short right completions.
 
     Attributes:
-        weight: the shortest right completion of a group gains half of this, and the longest loses half of it.
+        weight: the difference that length makes to the reward: the shortest right completion of a group gains half of
+            `weight`, and the longest right completion loses half of `weight`.
         right: the reward, weighted and summed over functions, from which on a completion counts as right.
     """
 

@@ -1,8 +1,8 @@
 """The code of the processes that execute what a model wrote: one process for each program, and one for each of its
 tests.
 
-These processes are forked from one that has read neither programs nor tests. Each reads only its own source, from its
-socket.
+These processes are forked from a process that has read neither programs nor tests. Each forked process reads a single
+source, its own program or test, from its socket.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def be_process(descriptor: int, filtered: bool) -> NoReturn:
 
 
 def confine(seconds: float, memory: int, sources: int, filtered: bool) -> None:
-    """Set the limits of this process, and forbid it what programs and tests must not do, before it executes one.
+    """Set the limits of this process, and forbid it what programs and tests must not do. Called before the process
+    executes its program or test.
 
     Args:
         seconds: limit of CPU time for each source (a program or a test), in seconds.
@@ -181,8 +182,8 @@ def named(peer: Peer, name: str) -> Any:
 
 
 def refuse_other_meanings(found: Mapping[str, object], modules: set[str]) -> None:
-    """Raise NameError if a program redefines a builtin or a standard-library module that the test uses: with an `abs`
-    of the program, a wrong result could pass.
+    """Raise NameError if a program redefines a builtin or a standard-library module that the test uses. If the program
+    defined its own `abs`, for example, a test that calls `abs` could pass with a wrong result.
 
     Args:
         found: the program's global names that the test uses, with their values.
@@ -211,7 +212,8 @@ def mentioned(code: CodeType) -> Iterable[str]:
 
 
 def execute(source: str | CodeType, scope: dict[str, Any]) -> Verdict:
-    """Execute Python code, and return the verdict on it: PASSED if it did not raise.
+    """Execute Python code, and return the verdict on it: PASSED if the code raised no exception, else the verdict that
+    `of_error` gives the exception.
 
     Args:
         source: source text, or a compiled code object.

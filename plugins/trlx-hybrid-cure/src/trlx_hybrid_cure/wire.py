@@ -103,10 +103,10 @@ class Channel:
 
         Raises:
             TimeoutError: the deadline has passed.
-            EOFError: the other end was closed, so that nothing is left to read, or announced a frame of more than
-                `LARGEST` bytes.
-            OSError: reading failed, such as with ECONNRESET where the other end was closed before it had read all that
-                was sent to it.
+            EOFError: nothing is left to read because the other end was closed; or the other end announced a frame of
+                more than `LARGEST` bytes.
+            OSError: reading failed. The error is ECONNRESET, for example, if the other end was closed before it had
+                read all that was sent to it.
         """
         length = int.from_bytes(self._exactly(8, deadline), "little")
         if length > LARGEST:
@@ -136,9 +136,9 @@ def encode(value: Any, number: Conversion) -> Any:
 
     Args:
         value: any Python value.
-        number: called with each value that cannot be copied, because it is not exactly of one of Python's own data
-            types (or of `COPIED`); returns the JSON object that stands for the value, such as one with a number that
-            identifies it.
+        number: called with each value that cannot be copied: its type is neither one of Python's own data types nor
+            in `COPIED`, but may be a class derived from them. Returns the JSON object that stands for the value,
+            such as an object that holds a number for the value.
     """
     kind: Any = type(value)
     if kind in (type(None), bool, float, str) or (kind is int and -(1 << 63) < value < 1 << 63):

@@ -39,10 +39,11 @@ class Step:
 class Environment(Protocol):
     """An environment of one episode. A new one is made for each trajectory, so its state belongs to that episode.
 
-    Methods may be coroutine functions, which run on an event loop in another thread, or plain functions, which run in
-    threads. Many episodes run at once, so what they share must be thread-safe. Plain functions run in the trainer's
-    thread with `tools="main"`, and after one of them has raised that it cannot work in another thread. A method that
-    raises, takes longer than `tool_timeout` or returns something invalid ends its trajectory, which is counted and not
+    Methods may be coroutine functions or plain functions. Coroutine functions run on an event loop in another thread,
+    and plain functions run in threads of a pool. Many episodes run at once, so whatever the environments share must be
+    thread-safe. Plain functions run in the trainer's thread in two cases: with the option `tools="main"`, and once a
+    plain function has raised an error which says that it cannot work in another thread. A method that raises, takes
+    longer than `tool_timeout` or returns something invalid ends its trajectory. Such a trajectory is counted, and not
     trained on.
 
     An optional method `close()` is called when the episode is over, unless a call of the environment hangs.

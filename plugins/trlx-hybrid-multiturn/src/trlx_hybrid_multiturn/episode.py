@@ -1,8 +1,8 @@
 """One trajectory: the model samples turns and tools or an environment answer, until the end or a limit is reached.
 
-Source of every rule for tools: trl 1.16, `GRPOTrainer._tool_call_loop`. One thing is cheaper here with the same result:
-TRL lets each turn sample up to the whole completion budget and cuts the turn to the budget that is left; here the
-budget that is left is the limit of the request.
+Source of every rule for tools: trl 1.16, `GRPOTrainer._tool_call_loop`. The length of a turn is limited in another way,
+with the same tokens and less sampling. TRL lets each turn sample up to the whole completion budget, and then cuts the
+turn to the budget that is left. Here the request for a turn has the budget that is left as its limit.
 """
 
 from __future__ import annotations

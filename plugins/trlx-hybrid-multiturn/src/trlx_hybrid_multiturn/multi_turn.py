@@ -31,8 +31,8 @@ class TrajectoriesFailedError(HybridError):
 class MultiTurn(SingleTurn):
     """The rollout that runs a trainer's multi-turn conversations, all of a batch at once on one engine.
 
-    For rows without tools, and for the requests of a user's `rollout_func`, it does as the rollout `single_turn`: it
-    samples one completion for each.
+    Rows without tools, and the requests of a user's `rollout_func`, are handled as by the rollout `single_turn`: one
+    completion is sampled for each row or request.
 
     Attributes:
         options: this rollout's options.
@@ -94,7 +94,8 @@ class MultiTurn(SingleTurn):
         Args:
             session: the run, with its engine and metrics.
             trajectories: coroutines that each run one episode.
-            conversations: the results, one for each coroutine, which fills it; they are read for the statistics.
+            conversations: the results, one for each coroutine. A coroutine fills its conversation, from which the
+                statistics are then computed.
         """
         options, runner = self.options, self.runner
         runner.usage.clear()

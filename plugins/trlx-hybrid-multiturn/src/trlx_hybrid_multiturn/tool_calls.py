@@ -1,8 +1,9 @@
 """The tool calls of one turn, as TRL 1.16 runs them: which are run, in which order, and what the model is shown.
 
-Source: trl 1.16, `GRPOTrainer._tool_call_loop`. Synchronous calls run one after another in the order in which they were
-made, for they may share an environment; then all asynchronous ones together. Their results follow in the same order:
-all synchronous ones before all asynchronous ones. That order is an accident of TRL's loop, and kept: it decides tokens.
+Source: trl 1.16, `GRPOTrainer._tool_call_loop`. Synchronous calls run first, one after another in the order in which
+the model made them, because they may share an environment. Then all asynchronous calls run at the same time. The model
+is shown the results of all synchronous calls before the results of the asynchronous calls. TRL's loop has this order
+for no stated reason. It is kept here, because another order would give other tokens.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def _content(name: str, outcome: Outcome, conversation: Conversation) -> object:
             results from which characters that no tokenizer accepts (lone surrogates) had to be removed.
 
     Raises:
-        LostCallError: the call has neither result nor error, and not by the tool's own fault.
+        LostCallError: the call was lost (it has neither result nor error), and the tool did not cause the loss.
     """
     if outcome.lost is not None:
         if not outcome.by_tool:

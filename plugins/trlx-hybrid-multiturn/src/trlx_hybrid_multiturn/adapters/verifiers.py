@@ -45,9 +45,11 @@ def from_verifiers(
         )
 
     verifiers and vLLM ask for different versions of the same packages, so verifiers runs in a process of its own, with
-    the interpreter of a Python environment in which it is installed. The reward is the task's, scored when verifiers
-    ends the episode: an episode that reaches `max_completion_length`, or the `max_turns` of `episodes` or of
-    `rollout_options`, has none. Set `max_turns` in `env` instead.
+    the interpreter of a Python environment in which it is installed.
+
+    The task computes the reward when verifiers ends the episode. An episode has no reward if a limit of this package
+    ends it first: `max_completion_length`, or the `max_turns` of `episodes` or of `rollout_options`. To limit the
+    turns and still get rewards, set `max_turns` in `env`.
 
     Only conversations can be played. A trajectory ends with an error if the environment offers its agent tools, shows
     it images, shortens the conversation, or lets two agents speak with the trained model.
@@ -60,7 +62,8 @@ def from_verifiers(
         start_seconds: how long the imports of verifiers and of the taskset may take.
 
     Raises:
-        ConfigError: verifiers is not installed there, knows no such taskset, or did not start in time.
+        ConfigError: verifiers is not installed in the environment of `python`, knows no such taskset, or did not start
+            in time.
     """
     require_websockets("from_verifiers")
     return Verifiers(taskset, _Process(taskset, python, env or {}, start_seconds))
@@ -134,8 +137,8 @@ class VerifiersEpisode:
         self._connection: Connection | None = None
 
     async def reset(self, row: Row) -> str | list[Message] | None:
-        """Begin the task of a dataset's row, and return what verifiers shows the model in addition to the row's prompt;
-        None if that is nothing."""
+        """Begin the task of a dataset's row, and return the text or messages that verifiers shows the model in addition
+        to the row's prompt; None if verifiers adds nothing."""
         name = "The verifiers process"
         self._connection = await Connection.open(f"ws://{self._address}/episode", name, CONNECT_SECONDS)
         begun = await self._connection.ask("reset", {"task": json.loads(row["task"])})

@@ -40,13 +40,15 @@ ANSWER_PIXELS = 1 << 26  # of all images together: 256 MiB in RGBA, from a PNG t
 class ProcessWorkers(ToolWorkers):
     """A pool that runs tools in processes. They start when first needed and are reused; a thread serves each of them.
 
-    The value of a call's outcome is what the model is shown. If a call passes its deadline, it is reported as lost, and
-    its process is killed with all that it started; the time to start the process and to import the tool's module does
-    not count. A crash loses one call. A process shares no state with the trainer: it imports what the tool needs, by
-    the trainer's `sys.path`, but never the trainer's script. Functions of the script are sent by value, with the
-    globals that they use, as they are at the first call. Context variables are not sent. Results and exceptions come
-    back as plain data (such as texts, numbers, images, and lists of them; see
-    `trlx_hybrid.interprocess.plain_data`), never as pickles.
+    The `value` of a call's outcome is not the tool's result itself, but the content of a tool message that is made from
+    the result in the process. If a call passes its deadline, it is reported as lost, and its process is killed with all
+    that it started. The time to start the process and to import the tool's module does not count. A process that
+    crashes loses only the call that it runs.
+
+    A process shares no state with the trainer. It imports what the tool needs, by the trainer's `sys.path`, but never
+    the trainer's script. Functions of the script are pickled by value, with the globals that they use, as they are at
+    the first call. Context variables are not sent. Results and exceptions come back as plain data (such as texts,
+    numbers, images, and lists of them; see `trlx_hybrid.interprocess.plain_data`), never as pickles.
 
     Args:
         limit: the largest number of processes.
@@ -234,20 +236,22 @@ class WorkerProcess:
 
     @property
     def usable(self) -> bool:
-        """True where the process can take a call: it lives, and its socket holds no data that nobody asked for, as may
-        be the case when the process is ending."""
+        """Return whether the process can take a call: it is alive, and its socket has nothing to read. Between calls
+        there is nothing to read unless the process is ending or a tool wrote to the socket."""
         return not self._killed and self._process.poll() is None and not self._can_be_read()
 
     def ask(self, message: bytes) -> dict[str, Any]:
-        """Send a message to the process and wait for the answer; if none comes, until the process is killed.
+        """Send a message to the process, wait for the answer, and return it. The wait has no time limit: without an
+        answer it lasts until the process ends or is killed.
 
         Args:
             message: a pickled function to load, or the pickled keyword arguments with which to call the function that
                 was loaded last.
 
         Returns:
-            The answer: "kind" is "loaded", "value", "unshowable" or "error"; "content" is None, what the model is
-            shown, the reason why it cannot be shown the result, or a description of the tool's exception.
+            The answer, a dict with "kind" and "content". The content depends on the kind: "loaded" has None, "value"
+            has what the model is shown, "unshowable" has the reason why the model cannot be shown the result, and
+            "error" has a description of the tool's exception.
 
         Raises:
             CrashError: the process ended.
@@ -371,8 +375,8 @@ def _importable(name: str) -> bool:
     """Return whether a new interpreter could import a module.
 
     `importlib.util.find_spec` cannot tell, because it also finds modules that are already loaded here. Python takes any
-    folder for a package, even one without `__init__.py`. The answer is False if the name leads to such a folder, or
-    through one in the current directory, which a new interpreter may or may not search.
+    folder for a package, even a folder without `__init__.py`. The result is False in two cases with such a folder: the
+    module itself is one, or the module lies below one in the current directory, which a new interpreter may not search.
 
     Args:
         name: the module's full name.

@@ -134,12 +134,16 @@ class Worker:
             self._answer(number, *self._called(function, message))
 
     def _called(self, function: Callable[..., Any], message: bytes) -> tuple[str, Any]:
-        """Call a tool's function, and return the answer to the trainer: its kind ("value", "unshowable", "error" or
-        "refused") and its content (what the model is shown, a text, a description of the exception, or a text).
+        """Call a tool's function, and return the answer to the trainer as its kind and its content.
 
         Args:
             function: the function.
             message: its pickled keyword arguments.
+
+        Returns:
+            ("value", what the model is shown), ("unshowable", the reason why the model cannot be shown the result),
+            ("error", a description of the tool's exception) or ("refused", the reason why the arguments cannot be
+            loaded).
         """
         try:
             arguments = pickle.loads(message)

@@ -34,7 +34,7 @@ class Server:
 
     Attributes:
         env: verifiers' environment.
-        episodes: the running episodes, by the id of a trace, verifiers' record of what one agent does.
+        episodes: the running episodes, by trace id. A trace is verifiers' record of what one agent does.
         context: verifiers' model context, whose requests come to this server; set by `serve`.
     """
 

@@ -115,8 +115,9 @@ class Facts:
 
 
 def own_facts() -> Facts:
-    """Return what the doctor's checks of a Ray cluster need to know of this node: versions of packages, number of GPUs,
-    and limits. It runs in a Ray task on each node, with the packages and limits that actors get there."""
+    """Return this node's `Facts` for the doctor's checks of a Ray cluster: versions of packages, number of GPUs, size
+    of the shared memory, and limit of open files. Called in a Ray task on each node, which has the same packages and
+    limits as the actors of a run there."""
     versions = {name: release for name in PACKAGES if (release := release_of(name)) is not None}
     shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     return Facts(

@@ -55,7 +55,8 @@ DOTTED = re.compile(r"[\w.]+")
 
 @dataclass(frozen=True, slots=True)
 class LaunchFailure:
-    """A failure of a rank, a node or the cluster's head: the one that ended the run, or one that followed from it.
+    """A failure of a rank, a node or the cluster's head. It either ended the run, or is a consequence of the failure
+    that did.
 
     Attributes:
         node: the node's number, or `HEAD` for the head of the Ray cluster.
@@ -274,8 +275,8 @@ class Monitor:
         self._fail(LaunchFailure(number, None, time.time() - node.quiet, why=why))
 
     def _fail(self, failure: LaunchFailure) -> None:
-        """Record a failure. A failure that is reported after the ranks were told to stop is an effect of that, and is
-        ignored."""
+        """Record a failure. A failure that is reported after the ranks were told to stop is ignored, because stopping
+        the ranks has caused it."""
         if self._stopped_at is None:
             self._failures.append(failure)
             if self._first_at is None:
@@ -404,17 +405,18 @@ class Monitor:
 
 
 def first_of(failures: Mapping[LaunchFailure, bool]) -> LaunchFailure | None:
-    """Return the failure that caused the others: the earliest whose error does not blame another rank. None where there
-    are no failures.
+    """Return the failure that caused the others: the earliest failure whose error does not blame another rank. None
+    where there are no failures.
 
-    The death of a killed process may be seen a little later than the error by which another rank reports it. So errors
-    that report a lost peer (another rank that is gone) count only where there are no others, whatever their times.
-    Among the other failures the time decides: a process can also be aborted because of another rank's exception, as
-    NCCL's watchdog does.
+    A killed process may be noticed a little later than the error with which another rank reports that this process is
+    gone. So a failure whose error reports a lost peer (another rank that is gone) is returned only if all failures
+    report a lost peer, even if it is the earliest. Among failures of the same kind the earliest is returned. A signal
+    alone does not make a failure the cause: NCCL's watchdog, for example, aborts a process because of another rank's
+    exception.
 
-    A failure's time is when the end of the process was seen, which on a busy machine is late. If a rank fails,
-    torchelastic ends the other ranks with SIGTERM, and their ends may be seen first. So a rank that SIGTERM ended comes
-    after one that failed by itself at about that time.
+    The time of a failure is the time at which the process was seen to have ended, and a busy machine sees it late. If a
+    rank fails, torchelastic ends the node's other ranks with SIGTERM, and may be seen to have ended them first. So, of
+    failures at about the same time, a rank that failed by itself comes before the ranks that SIGTERM ended.
 
     Args:
         failures: for each failure, whether its error reports a lost peer.

@@ -1,10 +1,10 @@
-"""Checks that all ranks make together before weights move: every rank has come, and all are about to do the same weight
-sync.
+"""Checks that all ranks make together before weights move: every rank has entered the weight sync, and all ranks are
+about to do the same weight sync.
 
 A rank that waits for others can tell which rank is missing, and whether that rank is alive. For this, each rank writes
-the number of collective steps that it has entered into torch's rendezvous store. The ranks also meet over gloo, whose
-sockets close when a process ends: a closed socket means a dead rank. A slow rank keeps its socket open, and is waited
-for.
+the number of collective steps that it has entered into torch's rendezvous store. The ranks also take part in a
+collective of gloo, whose sockets close when a process ends. So a closed socket means a dead rank, which is an error at
+once. A rank that is only slow keeps its socket open, and the others wait for it until the deadline.
 """
 
 from __future__ import annotations

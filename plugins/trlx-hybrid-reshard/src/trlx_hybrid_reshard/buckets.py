@@ -4,8 +4,9 @@ one common order, divided into buckets of limited size.
 Every rank computes the same buckets from the two layouts, so that sender and receiver agree on when a transfer happens.
 The transfers are ordered by layer, counted within the engine's pipeline stage, so that all stages fill at the same
 time. A parameter larger than a bucket moves in rounds: each rank's part of it is cut along its rows into as many shares
-as there are rounds, and round k moves share k of every rank. So all ranks send and receive in every round. Either the
-parts before the reshard (source) or those after it (target) are cut: the smaller ones that have enough rows.
+as there are rounds, and round k moves share k of every rank. So all ranks send and receive in every round. The shares
+are cut either from the ranks' parts in the source layout (before the reshard) or from their parts in the target layout
+(after the reshard). The layout with fewer rows per rank is cut, unless it has fewer rows than there are rounds.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Buckets:
 
     Attributes:
         rounds: into how many shares the rows of one layer are cut. In each round one share of every rank moves.
-        by_source: True if the ranks' parts before the reshard are cut into the shares, False if those after it are.
+        by_source: True if the shares are cut from the ranks' parts before the reshard, False if they are cut from the
+            ranks' parts after the reshard.
         numbers: the bucket numbers, int64 of shape (layers of a pipeline stage, rounds).
         count: the number of buckets.
         staged: the bytes of the fullest bucket that need a staging buffer, because they cannot be sent from or received
@@ -86,14 +88,18 @@ def bucketed(
 
 
 def _rounds(source: Sharding, target: Sharding, moved: int, capacity: int) -> tuple[int, bool]:
-    """Return in how many rounds one layer of a parameter moves, each with another share of its rows, so that a round
-    fits into a bucket; and whether the parts before the reshard are cut into these shares, rather than those after it.
+    """Return the number of rounds in which one layer of a parameter moves, and from which sharding its shares are cut.
+    Each round moves one share of the rows, which fits into a bucket if there are enough rows.
 
     Args:
         source: the parameter's sharding before the reshard.
         target: its sharding after the reshard.
         moved: the bytes of one layer that the worst rank receives and packs.
         capacity: the bytes of a bucket.
+
+    Returns:
+        The number of rounds, and True if the shares are cut from the ranks' parts in `source`, False if they are cut
+            from their parts in `target`.
     """
     needed = max(1, -(-moved // capacity))
     held, asked = (int(length(sharding.parts[1]).max()) for sharding in (source, target))
@@ -147,8 +153,10 @@ def _one_layer(sharding: Sharding) -> Ints:
 
 def _kept(source: Sharding, target: Sharding) -> Ints:
     """Return the number of elements of one layer that each rank holds both before and after the reshard, int64 of shape
-    (ranks,). The number has to be right for every layer: it is 0 for a rank that lacks, before the reshard, some of the
-    layers that it holds afterwards."""
+    (ranks,).
+
+    The number counts elements that a rank keeps in every layer that it holds after the reshard. So it is 0 for a rank
+    that holds some of these layers only after the reshard."""
     kept, every = (source.held & target.held).astype(np.int64), np.arange(source.world)
     for d, (asked, held) in enumerate(zip(target.pieces_of(every), source.pieces_of(every), strict=True)):
         common = overlap(asked, held)
@@ -157,13 +165,13 @@ def _kept(source: Sharding, target: Sharding) -> Ints:
 
 
 def _unbroken(mine: Sharding, other: Sharding) -> bool:
-    """Return whether every slice of a parameter that ranks of one side exchange with ranks of the other is contiguous
-    in the first side's memory, because it consists of whole rows of what a rank there holds. Such slices need no
-    buffer.
+    """Return whether every slice of a parameter that is sent or received is contiguous in the memory of the ranks in
+    the layout `mine`. A slice is contiguous if it consists of whole rows of the part that the rank holds; it can then
+    be sent or received without a buffer.
 
     Args:
-        mine: the parameter's sharding on the side whose memory is looked at, before or after the reshard.
-        other: its sharding on the other side.
+        mine: the parameter's sharding whose memory is examined: before the reshard for sending, after it for receiving.
+        other: the parameter's sharding at the other end of the transfer.
     """
     for own, others in zip(mine.parts[2:], other.parts[2:], strict=True):
         common = overlap(own[:, None], others[None])

@@ -426,15 +426,12 @@ def from_dtensor(tensor: Tensor, world: int) -> Sharding:
 
 
 def read_engines(parameters: Sequence[Parameter], held: Sequence[Mapping[str, Boxes]]) -> LiveSharding:
-    """Return how the running engines shard the parameters, worked out from what each rank's engine holds.
+    """Return the layout of the running engines: which rank's engine holds which part of each parameter.
 
     Args:
         parameters: the parameters to look up. Each is one tensor of the model; the tensors of the same name in all
             layers are not merged into one parameter with several layers.
         held: for each rank, the boxes (one index range per dimension) that its engine holds of each parameter, by name.
-
-    Returns:
-        For each parameter, the index ranges that each rank's engine holds.
 
     Raises:
         ConfigError: the boxes that a rank holds of a parameter are not all combinations of one set of ranges per

@@ -1,12 +1,12 @@
 """The shards of this rank's trainer: the local tensor of each parameter, by name, with adapters merged.
 
-LoRA adapters are merged into copies of this rank's shards, and the base weights stay as they are. PEFT's own merge of
-sharded tensors does this, out of place. The weight path `gather`, which sends whole tensors to the engine, merges in
-the same way, so both give the same bits.
+LoRA adapters are merged into copies of this rank's shards, and the base weights stay as they are. The merge is PEFT's
+own merge of sharded tensors. The weight path `gather`, which sends whole tensors to the engine, merges in the same way,
+so both paths give the same bits.
 
-A shard of rows of the merged weight needs only the same rows of B and all of A, which is small. PEFT's product of two
-DTensors mostly moves more than that between ranks. The bytes that a sync reports, and their lower bound, do not count
-this.
+To merge a shard of rows, a rank needs only the same rows of B, and all of A, which is small. PEFT multiplies B and A as
+DTensors, which mostly moves more bytes between ranks than this minimum. The bytes that PEFT moves are not counted in
+the bytes that a sync reports, nor in their lower bound.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Shards:
         policy: the trainer's model, of which the base weights and the adapters are read.
 
     Attributes:
-        shapes: the shapes of the whole parameters, by name; tied parameters once.
-        local: this rank's tensor of each parameter: a view, the parameter itself, or its merged copy. Merged copies
-            take the memory of the adapted shards once more.
-        moved: the number of times that local tensors were replaced or moved. Views of them, and plans with such views,
-            that were made at a lower number may be out of date.
+        shapes: the shapes of the whole parameters, by name. Tied parameters have a single entry.
+        local: this rank's tensor of each parameter: a view, the parameter itself, or its merged copy. A merged copy
+            takes as much memory as the shard that it was made from.
+        moved: the number of times that local tensors were replaced or moved. Views of these tensors, and plans with
+            such views, may be out of date if they were made when `moved` was lower.
     """
 
     def __init__(self, policy: Policy) -> None:

@@ -1,66 +1,81 @@
 """The forward and backward pass of PEFT's plain LoRA layer, with fewer reads and writes of its input and output.
 
-`apply(model)` gives each `peft.tuners.lora.Linear` that it serves another `forward`. Nothing else changes: modules,
-types, parameters and their names stay PEFT's, so state dicts, saved adapters, optimizers, DDP, FSDP2 and gradient
-checkpointing see the same model. A pickled layer is PEFT's own again.
+`apply(model)` replaces the `forward` of each `peft.tuners.lora.Linear` that this module can compute. Nothing else
+changes: modules, types, parameters and their names stay PEFT's, so state dicts, saved adapters, optimizers, DDP, FSDP2
+and gradient checkpointing see the same model. A layer that is pickled and loaded again has PEFT's `forward`.
 
-**What is computed.** For `x` (tokens × in), frozen `W` (out × in) and `bias`, `A` (r × in), `B` (out × r), scaling `s`,
-and `d`, which is `x`, or in training with `lora_dropout` p what `torch.nn.Dropout` makes of it, `mask · x / (1 - p)`:
+**What is computed.** The inputs are `x` (tokens × in), frozen `W` (out × in) and `bias`, `A` (r × in), `B` (out × r)
+and the scaling `s`. The symbol `d` stands for `x`; in training with a `lora_dropout` of p it stands for the output of
+`torch.nn.Dropout`, `mask · x / (1 - p)`. The gradient of `y` is `g`:
 
     h = d Aᵀ          y = x Wᵀ + bias, then y += s · h Bᵀ within that product's epilogue
     l = g B           dx = g W, then dx += s · l A            dA = s · lᵀ d            dB = s · gᵀ h
 
-With dropout dx = mask · (s / (1 - p) · l A), then dx += g W. Each product sums in float32 and rounds once, where PEFT's
-path rounds three times (the product by Bᵀ, `* scaling`, `result +`). On a GPU the gradients of float32 adapters are
-never rounded to bf16.
+With dropout dx = mask · (s / (1 - p) · l A), then dx += g W. Each product sums in float32 and rounds once. PEFT's
+forward rounds three times: after the product by Bᵀ, after `* scaling` and after `result +`. On a GPU the gradients of
+float32 adapters are never rounded to bf16.
 
-**Bytes** of device memory for each token that a layer's adapter moves beyond the products by W, which are the same in
-both: bf16 under autocast, base in bf16, adapters in float32, as PEFT makes them. In the table, `in` and `out` stand for
-the numbers of the layer's inputs and outputs per token: "2 in + 4 out" is 2 bytes for each input and 4 for each output.
+**Bytes.** The table shows the bytes of device memory that a layer's adapter moves for each token. The products by W are
+left out, because PEFT and this module move the same bytes for them. The dtypes are those that PEFT gives a bf16 model:
+autocast to bf16, the base in bf16, adapters in float32. In the table, `in` and `out` stand for the numbers of the
+layer's inputs and outputs per token: "2 in + 4 out" is 2 bytes for each input and 4 for each output.
 
 | | PEFT | here |
 |---|---|---|
 | forward | 14 in + 12 out (x to float32 and back, product by A; by B, `* s`, `+`) | 2 in + 4 out |
 | backward | 22 in + 8 out (the same casts of dx, and its sum; `* s`, two products) | 6 in + 4 out |
-| forward, dropout | 23 in + 12 out (of the float32 copy) | 7 in + 4 out |
+| forward, dropout | 23 in + 12 out (PEFT drops from the float32 copy) | 7 in + 4 out |
 | backward, dropout | 31 in + 8 out | 16 in + 4 out |
 | saved | 2 in + 2 r, a copy for each layer | 2 in + 2 r, `in` once for layers with one input |
 | saved, dropout | 3 in + 2 r, `d` and mask of each layer | 3 in + 2 r, 2 `in` once for layers with one input |
 | kernels, forward and backward | 8 and 10; dropout 9 and 11 | 4 and 6; dropout 5 and 8 |
 
-Saved for the backward pass are `x` itself; `h`, which has r columns (without it `x` would be read once more); and with
-dropout the mask, a byte for each element. The backward pass makes `d` again from `x` and the mask. Saving `d` beside
-the mask would save 5 in of the backward pass and hold a copy for each layer. Drawing the mask again from a seed would
-save its byte, but the backward pass would have to set the generator's state and draw all numbers again, and would draw
-others where saved tensors come back with other strides. Where `x` comes in float32, as from the norms of a float32
-base, dropout is applied before the cast, or `x` would be rounded twice: 17 in are moved in the forward pass, as with
-PEFT. Its bf16 copy is this layer's own, so `d` is saved in its place, as much as with PEFT, and 11 in are moved in the
-backward pass.
+The forward pass saves `x` itself for the backward pass. It also saves `h`, which has r columns; without `h`, `x` would
+be read once more. With dropout it also saves the mask, a byte for each element, and the backward pass makes `d` again
+from `x` and the mask. Saving `d` as well would save 5 in of the backward pass, but each layer would hold a copy.
+Drawing the mask again from a seed would save its byte. But then the backward pass would have to set the generator's
+state and draw all numbers again, and would draw other numbers if saved tensors come back with other strides.
 
-A layer of Qwen2-1.5B has 18,176 columns of inputs and 23,040 of outputs in its seven linear modules. For 64 rows of
-128 + 512 tokens, 40,960 tokens, 28 layers move 609 GB in a forward pass with PEFT and 147 GB here, in a backward pass
-670 GB and 231 GB. An H100 copies at 3.0 TB/s: **0.20 s → 0.05 s for each forward pass, 0.22 s → 0.08 s for the backward
-pass; with dropout 0.27 s → 0.08 s and 0.29 s → 0.15 s.** A step with TRL's defaults has three forward passes (old
-log-probs, loss, recomputation): 0.83 s → 0.22 s of the 2.88 s that the training half of LoRA takes there without
-dropout, 1.08 s → 0.40 s with it. With one forward pass: 0.43 s → 0.13 s, and 0.55 s → 0.23 s. Without checkpointing
-0.34 MB less are saved for each token, 1.8 GB for a micro-batch of 8 rows. This is predicted from bytes, not measured;
-kernels that are narrow, as these products are, reach less than the copy bandwidth.
+If `x` comes in float32, as from the norms of a float32 base, dropout is applied before the cast to bf16; otherwise `x`
+would be rounded twice. The forward pass then moves 17 in, as many as PEFT's. No other layer uses the bf16 copy that the
+cast makes, so `d` is saved in place of the copy. That takes as much memory as PEFT takes, and the backward pass moves
+11 in.
+
+**Example.** A layer of Qwen2-1.5B has seven linear modules, with 18,176 columns of inputs and 23,040 of outputs in all.
+The next table is for its 28 layers and 40,960 tokens: 64 rows of 128 + 512 tokens. The seconds are predicted from the
+bytes and an H100's copy bandwidth of 3.0 TB/s, and not measured. Narrow kernels, as these products need, reach less
+than the copy bandwidth. A step with TRL's defaults has three forward passes: for the old log-probs, for the loss, and
+for recomputation. PEFT's training half of such a step takes 2.88 s without dropout.
+
+| | PEFT | here |
+|---|---|---|
+| forward pass | 609 GB, 0.20 s | 147 GB, 0.05 s |
+| backward pass | 670 GB, 0.22 s | 231 GB, 0.08 s |
+| forward pass, dropout | 0.27 s | 0.08 s |
+| backward pass, dropout | 0.29 s | 0.15 s |
+| step with three forward passes | 0.83 s | 0.22 s |
+| step with three forward passes, dropout | 1.08 s | 0.40 s |
+| step with one forward pass | 0.43 s | 0.13 s |
+| step with one forward pass, dropout | 0.55 s | 0.23 s |
+
+Without checkpointing, 0.34 MB less are saved for each token. For a micro-batch of 8 rows that is 1.8 GB.
 
 One product for `W` and `A` together would save 2 in of the forward pass (0.014 s). It would need both in one storage,
 which neither FSDP's shards nor weights shared with an engine allow.
 
-**A base in float32**, which TRL loads unless `dtype` says otherwise, is cast to bf16 in each forward pass, which moves
-6 bytes for each of its parameters. PEFT does the same, as autocast keeps casts of trained parameters only. The cast is
-kept for the backward pass, 2 bytes for each parameter; with checkpointing, for one decoder layer at a time.
+**A base in float32**, which TRL loads unless `dtype` says otherwise, is cast to bf16 in each forward pass. The cast
+moves 6 bytes for each parameter of the base. PEFT casts in each forward pass, too, because autocast keeps casts of
+trained parameters only. The cast copy is kept for the backward pass, and takes 2 bytes for each parameter; with
+checkpointing, copies of only one decoder layer are kept at a time.
 
-**Random numbers** on a CPU are the ones that PEFT draws, in the same order. A GPU's kernel gives each element a number
-that may depend on the width of the dtype. PEFT applies dropout to a copy of `x` in the adapter's dtype, float32, so
-where `x` comes in bf16 the same seed may drop other elements there.
+**Random numbers** on a CPU are the ones that PEFT draws, in the same order. On a GPU, the random number of an element
+may depend on the width of the dtype. PEFT applies dropout to a copy of `x` in the adapter's dtype, float32. So if `x`
+comes in bf16, the same seed may drop other elements than with PEFT.
 
-**What is not served** keeps PEFT's forward: quantised and other layers than `Linear`, variants (DoRA and the like), a
-trained base or bias, `lora_bias`, modules with hooks. `apply` names each. What can change from call to call is checked
-in each call: merged, disabled or several active adapters, `adapter_names`, sharded parameters, and inputs that PEFT
-computes in two dtypes (a bf16 model with float32 adapters without autocast).
+**Layers that keep PEFT's forward** are quantised layers and other layers than `Linear`, variants (such as DoRA), layers
+with a trained base or bias, with `lora_bias`, or with hooks. `apply` names each. Conditions that can change from call
+to call are checked in each call: merged, disabled or several active adapters, `adapter_names`, sharded parameters, and
+inputs that PEFT computes in two dtypes (a bf16 model with float32 adapters without autocast).
 
 Importing this module imports PEFT.
 """
@@ -147,8 +162,8 @@ def forward(self: Linear, x: Tensor, *args: object, **kwargs: object) -> Tensor:
 
     It calls PEFT's method for what this module does not compute, such as a merged or disabled adapter.
 
-    The function is named "forward" for pickle, which writes a bound method as a name to look up in its object, and so
-    finds PEFT's.
+    The function must be named "forward". A pickle stores a bound method as an object and the method's name, and looks
+    the name up in the object when it is loaded. So a pickled layer gets PEFT's forward when it is loaded.
 
     Args:
         x: (..., in), on one device with the parameters.

@@ -41,8 +41,8 @@ def trlx_configure(session: Run) -> None:
 
 @hookimpl
 def trlx_report_header(session: Run) -> str | None:
-    """Return the line, printed when a run starts, with the number of LoRA layers that have the faster forward of
-    `trlx_hybrid_training.lora`, and the reason why the first of the others keeps PEFT's.
+    """Return the line about LoRA layers that is printed when a run starts. It has the number of layers with the faster
+    forward of `trlx_hybrid_training.lora`. If some layers keep PEFT's forward, it also has the reason for the first.
 
     None where the options do not ask for it.
     """

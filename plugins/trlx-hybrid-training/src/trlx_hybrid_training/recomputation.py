@@ -45,10 +45,10 @@ It counts the layer's own activations, recomputed, and their gradients, beside w
 """
 
 COPIED = 4
-"""The number of copied tokens that count as one computed token, when memory is estimated. Copied tokens are those of
-shared prompts, of which only keys and values are copied.
+"""The number of copied tokens that count as one computed token, when memory is estimated. Copied tokens are tokens of
+shared prompts whose keys and values are copied, while nothing else is computed for them.
 
-A layer keeps more than this many times as much for a computed token as for a copied one.
+A layer keeps more than this many times as much for a computed token as for a copied token.
 """
 
 
@@ -145,7 +145,8 @@ class Recomputation:
 
         Args:
             tokens: how many tokens the forward pass computes.
-            copied: how many more tokens of shared prompts it copies keys and values of.
+            copied: the number of tokens of shared prompts for which the forward pass only copies keys and values.
+                They are not counted in `tokens`.
         """
         layers = self._layers()
         if not layers or not torch.is_grad_enabled() or not layers[-1].training:
@@ -249,7 +250,7 @@ class Recomputation:
 
     @functools.cached_property
     def _input(self) -> int:
-        """The bytes per token that a layer keeps if it is recomputed: those of its input."""
+        """The bytes per token that a layer keeps if it is recomputed, which are the bytes of its input."""
         policy = self._session.policy
         return int(policy.base.config.get_text_config().hidden_size) * policy.dtype.itemsize
 

@@ -55,8 +55,8 @@ def folder_of(session: Run) -> Path:
 class EventLog:
     """Writes the events of this rank to its file, `report/rank<rank>.jsonl` in the run's `output_dir`.
 
-    Times are those of the host's clock, in seconds since 1970. They do not wait for work on the GPU, which may still be
-    running.
+    The time of an event is read from the host's clock, in seconds since 1970, when the event is written. Work on the
+    GPU is not waited for, and may still be running at that time.
 
     Args:
         session: the run.
@@ -91,7 +91,7 @@ class EventLog:
         self._lines.add([_line({"event": event, "time": round(time.time(), 4)} | fields)])
 
     def now(self, activity: str, session: Run, **fields: object) -> None:
-        """Record that this rank now begins an activity; the one before is over.
+        """Record that this rank now begins an activity. This also ends the rank's activity before it.
 
         Args:
             activity: a name in `ACTIVITIES`.

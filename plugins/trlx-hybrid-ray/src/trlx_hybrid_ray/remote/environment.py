@@ -372,13 +372,13 @@ class RemoteEnvironment:
         self._make(factory)
 
     def _call(self, method: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
-        """Call a method of the environment in its worker, and return its result; this thread waits. None if the
-        environment is lost and the method is `get_reward` or `close`."""
+        """Call a method of the environment in its worker, wait in this thread, and return the method's result. If the
+        environment is lost, `get_reward` and `close` return None."""
         return self._result(method, _now(self._reply("call", method, args, kwargs, blocking=True)))
 
     async def _call_later(self, method: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
-        """Call a method of the environment in its worker, and return its result; the event loop runs other coroutines
-        meanwhile. None if the environment is lost and the method is `get_reward` or `close`."""
+        """Call a method of the environment in its worker, and return the method's result. The event loop runs other
+        coroutines during the call. If the environment is lost, `get_reward` and `close` return None."""
         return self._result(method, await self._reply("call", method, args, kwargs, blocking=False))
 
     def __getattr__(self, name: str) -> Any:
@@ -464,8 +464,12 @@ def _visiting(kind: type[RemoteEnvironment], handle: EnvironmentHandle, lost: st
 
 
 def _now(coroutine: Coroutine[object, None, T]) -> T:
-    """Run a coroutine that never waits on an event loop, because its calls block this thread instead, and return its
-    result."""
+    """Run a coroutine to its end without an event loop, and return its result. The coroutine must not wait for an event
+    loop; its calls may block this thread.
+
+    Raises:
+        RuntimeError: the coroutine waits for an event loop.
+    """
     try:
         coroutine.send(None)
     except StopIteration as stop:

@@ -399,8 +399,9 @@ class Workers:
         return reason
 
     def _failed(self, call: str, failures: Sequence[Failure]) -> WorkerError:
-        """Return the error to raise for failures of one call: that of the worker that caused the others to fail. A
-        worker that died makes the workers that communicated with it fail, so deaths come first.
+        """Return the error to raise for the failures of one call. It is about the worker that made the others fail, and
+        also lists the other failures. A worker that died makes the workers that communicated with it fail, so a death
+        counts as the cause before an exception.
 
         Args:
             call: class and method of the call.

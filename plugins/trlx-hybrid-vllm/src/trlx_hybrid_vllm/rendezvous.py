@@ -35,8 +35,8 @@ def launcher_environment(rank: int, local_rank: int, world: int, address: str | 
 
     Args:
         address: this host's address for an engine that runs on several hosts, passed on as `VLLM_HOST_IP`; None leaves
-            the choice to vLLM. It would take the address of the route to the internet. Where that route uses another
-            network than the job, or does not exist, the ranks would wait for each other without end.
+            the choice to vLLM. vLLM takes the address of this host's route to the internet. If that route uses another
+            network than the job, or does not exist, the ranks wait for each other without end.
     """
     wanted: dict[str, int | str] = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world}
     if "MASTER_PORT" not in os.environ or world == 1:

@@ -1,9 +1,13 @@
-"""Linear layers with one LoRA adapter in two kernels: one product gives x·Wᵀ and x·Aᵀ, and one kernel adds B's share.
+"""Linear layers with one LoRA adapter in two kernels: the first computes x·Wᵀ and x·Aᵀ in one matrix product, and the
+second adds (x·Aᵀ)·Bᵀ.
 
-vLLM 0.31 serves many adapters at once. Beside x·Wᵀ, it clears a buffer, computes x·Aᵀ into it, and adds the product of
-that with Bᵀ: three kernels a layer, 10 µs. These are 1.14 of the 3.56 ms that an H200 takes for a decode step of 40
-rows (Qwen2's shape of 1.5B with rank 16, a CUDA profile). A policy has one adapter. Here, its A lies right under W, in
-spare rows of W's memory, which add about 1%; so one product gives both, and one kernel adds (x·Aᵀ)·Bᵀ.
+vLLM 0.31 serves many adapters at once. In addition to x·Wᵀ, it runs three kernels for each layer: they clear a buffer,
+compute x·Aᵀ into it, and add (x·Aᵀ)·Bᵀ to the output. The three kernels of a layer take 10 µs on an H200. A decode step
+of 40 rows takes 3.56 ms there, and these kernels take 1.14 ms of it (Qwen2's shape of 1.5B with rank 16, a CUDA
+profile).
+
+A policy has one adapter. Here its A lies in spare rows of W's memory, directly behind W's last row, so that one product
+gives both x·Wᵀ and x·Aᵀ. The spare rows add about 1% to W's memory.
 """
 
 from __future__ import annotations
@@ -183,10 +187,11 @@ def _with_b(  # type: ignore[no-untyped-def]
 
 
 def runs_here() -> bool:
-    """Run the Triton kernel of `with_b`, which adds the product with an adapter's B to a layer's output, once, and
-    return whether it computes on this GPU what torch does. Where it does not, torch is used.
+    """Return whether the Triton kernel of `with_b` computes the same as torch on this GPU, after running it for a test.
+    The kernel adds the product with an adapter's B to a layer's output. If the result is False, torch must be used
+    instead.
 
-    On a CPU, where torch computes it anyway, always True.
+    On a CPU the result is always True: the kernel is not used there.
     """
     if not current_platform.is_cuda_alike():
         return True
@@ -196,8 +201,8 @@ def runs_here() -> bool:
 
 @functools.cache
 def _apart(device: torch.device) -> float:
-    """Return the largest relative difference, on random inputs, between what the Triton kernel `with_b` and what torch
-    computes for a layer with an adapter.
+    """Return the largest relative difference between two computations of an adapted layer's output from random inputs:
+    the Triton kernel's (`with_b`) and torch's (`with_b_in_torch`).
 
     The inputs have few, some and many tokens; layers are single or fused of several (as q, k and v are), with or
     without a bias.
@@ -221,8 +226,8 @@ class Joined:
     """A mixin for vLLM's classes of LoRA layers, which keeps A under the weight and computes with `adapted_linear`.
 
     Attributes:
-        joined_weight: (rows + spare, columns). The first rows are the layer's weight, the others hold the adapter's A:
-            they are the tensors (slots) into which vLLM writes A.
+        joined_weight: (rows + spare, columns). The first `rows` rows are the layer's weight. The spare rows hold the
+            adapter's A; vLLM's slots, the tensors into which vLLM writes A, are views of them.
         joined_b: (rows, rank), the memory of vLLM's slots of B.
         joined_sizes: rows of each part of a fused layer.
     """
@@ -334,10 +339,11 @@ def joining(plain: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Mod
 
 
 def join(layer: BaseLinearLayerWithLoRA) -> None:
-    """Move the A of one of vLLM's LoRA layers into the spare rows behind its weight's last row, so that one matrix
-    product computes both. Changes the layer's class, in place, to a subclass of `Joined` that computes so.
+    """Move the A of one of vLLM's LoRA layers into the spare rows behind its weight's last row, and change the layer's
+    class in place to a subclass of `Joined`. The layer then computes x·Wᵀ and x·Aᵀ in one matrix product.
 
-    Does nothing if the weight is quantised or has no spare rows.
+    Does nothing if the weight is quantised or has no spare rows, if A has another dtype or another shape than the
+    weight needs, or if the layer fuses more than `PARTS` parts.
     """
     base, slots_a, slots_b = layer.base_layer, layer.lora_a_stacked, layer.lora_b_stacked
     weight, (*_, rank, columns) = base.weight.data, slots_a[0].shape
@@ -362,8 +368,8 @@ def join(layer: BaseLinearLayerWithLoRA) -> None:
 def beside_slots(layer: BaseLinearLayerWithLoRA) -> list[Tensor]:
     """Return, in a list of at most one tensor, the rows that the LoRA matrix A leaves unfilled in a `Joined` layer.
 
-    Such a layer has A in spare rows under its weight, whose number is rounded up. The unfilled rows must stay zero. []
-    if there are none, and for a layer that is not `Joined`.
+    Such a layer has A in spare rows behind its weight. The number of spare rows is rounded up, so some rows may remain
+    unfilled; they must stay zero. The list is empty if no row is unfilled, or if the layer is not `Joined`.
     """
     if not isinstance(layer, Joined):
         return []

@@ -63,9 +63,9 @@ ABORT_SECONDS = 5.0
 def detach_finalizer(llm: LLM) -> None:
     """Detach vLLM's finalizer, so that the engine ends only when it is told to.
 
-    vLLM would otherwise end it when its client is collected or the interpreter exits. It would then destroy every
-    process group of the process, including those of accelerate and of other plugins, and wait for whatever still uses
-    one.
+    The finalizer would end the engine when vLLM's client is collected or the interpreter exits. It would then destroy
+    every process group of the process, including the groups of accelerate and of other plugins, and wait for all work
+    that still uses a group.
     """
     llm.llm_engine.engine_core._finalizer.detach()
 
@@ -74,12 +74,12 @@ def release_at_exit(llm: LLM | None, made_default_group: bool) -> None:
     """Release an engine's CUDA graphs and communicators before the interpreter exits, which might otherwise hang.
 
     NCCL (`commDestroySync`) destroys a communicator only after the CUDA graphs that use it, and only together with all
-    of its ranks. So the graphs go first, and the communicators are aborted, which waits for no rank. Last comes the
-    default group of a single process, where the engine made it: nobody else would destroy it, and torch warns of groups
-    that are left.
+    of its ranks. So the graphs are freed first. The communicators are then aborted, which waits for no rank. If the
+    engine made torch's default group and the job has a single process, that group is aborted last: nobody else would
+    destroy it, and torch warns of groups that are left.
 
     On a CPU there are no CUDA graphs and no NCCL. There `gc.unfreeze` is called, so that Python collects the objects
-    that vLLM has frozen; otherwise Triton would list everything that it has left.
+    that vLLM has frozen; otherwise Triton would print a list of its objects that are left.
 
     Args:
         llm: vLLM's LLM; None where a `shut_down` failed half-way.
@@ -99,9 +99,10 @@ def release_at_exit(llm: LLM | None, made_default_group: bool) -> None:
 class _Unmapped:
     """A stand-in for vLLM's record of an allocation in sleep mode, which maps the memory again when it is to be freed.
 
-    vLLM 0.31 unmaps what it frees, and memory that sleeps is not mapped: seen on H200s, that ends in "invalid argument"
-    or in a segmentation fault. So the memory is mapped when it is freed, one allocation after the other, since all of
-    them together might not fit beside what the trainer holds by then.
+    vLLM 0.31 unmaps memory when it frees it. If the memory sleeps, it is not mapped, and unmapping it fails: on H200s
+    with the error "invalid argument" or a segmentation fault. So this class maps an allocation directly before vLLM
+    frees it. Allocations are mapped one after the other, because all of them together might not fit beside the memory
+    that the trainer holds at that time.
 
     Args:
         data: vLLM's `AllocationData`.
@@ -155,8 +156,9 @@ def _forget_graphs(llm: LLM | None) -> None:
 def _forget_hooks(llm: LLM) -> None:
     """Remove the hooks by which an engine's model watches what Dynamo compiles, so that the model can be freed.
 
-    vLLM 0.31 registers a method of the model for each decorated class that it derives from, and removes the last one
-    only. The other hooks would keep the model, with its weights, until the end of the process.
+    vLLM 0.31 decorates classes of models for torch.compile. For each decorated class among a model's base classes it
+    registers a method of the model as a hook, but it removes only the hook that it registered last. The other hooks
+    would keep the model, with its weights, until the end of the process.
     """
     from torch._dynamo.convert_frame import _bytecode_hooks as hooks
 
@@ -169,11 +171,13 @@ def _forget_hooks(llm: LLM) -> None:
 def _forget_traced_weights() -> None:
     """Drop the weights that the engine's model was traced with, so that their memory is freed.
 
-    torch.compile leaves what it compiled in the module of the model's class, as a global, and vLLM 0.31's part of it
-    keeps the inputs of the trace, with all weights. A next engine of the process would find the first one's memory in
-    use, which vLLM refuses in sleep mode. After compilation, the inputs are needed only to store what was compiled in
-    vLLM's cache. Call this after vLLM has shut down: until then its objects are frozen (`gc.freeze`), and
-    `gc.get_objects()`, which finds them here, leaves frozen objects out.
+    torch.compile stores the compiled function as a global of the module that defines the model's class. The function
+    contains an object of vLLM 0.31 (`VllmSerializableFunction`) that keeps the inputs of the trace, with all weights.
+    So the next engine in the process would find the memory of the first engine in use, which vLLM refuses in sleep
+    mode. After compilation, the inputs are needed only to store the compiled function in vLLM's cache.
+
+    Call this after vLLM has shut down. Until then vLLM's objects are frozen (`gc.freeze`), and `gc.get_objects()`,
+    which finds them here, leaves out frozen objects.
     """
     from vllm.compilation.caching import VllmSerializableFunction
 
@@ -191,7 +195,8 @@ def shut_down(llm: LLM, made_default_group: bool, peers_lost: bool = False, heap
     Args:
         llm: vLLM's LLM.
         made_default_group: whether the engine made torch's default process group, which is then destroyed as well.
-        peers_lost: some rank will not do the same, so communicators are aborted rather than destroyed together.
+        peers_lost: whether some rank will not shut its part of the engine down. Communicators are then aborted,
+            because they can only be destroyed by all ranks together.
         heap_kept: whether Python objects were frozen (`gc.freeze`) before the engine was built, and must stay so.
     """
     detach_finalizer(llm)

@@ -116,8 +116,9 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
     def _may_join(self, places: int) -> bool:
         """Return whether vLLM can schedule the next waiting requests without looking at the running ones.
 
-        It can where all of them are new, use the running requests' LoRA adapter, and have no images, grammars or other
-        features that only vLLM's own methods handle.
+        True requires that all of these waiting requests are new, that they use the LoRA adapter of the running
+        requests, and that they have no images, grammars or other features that only vLLM's own methods handle. vLLM
+        must also have no waiting request that holds KV blocks, no limit for long prompts, and no reserve of KV blocks.
 
         Args:
             places: how many waiting requests can start.
@@ -221,8 +222,8 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
         """Update `_running_rows`, which has a `Row` for each running request, after these requests have changed.
 
         Returns:
-            False where some request has a feature, such as images or a grammar, that only vLLM's own methods handle, so
-            that these must schedule the step.
+            True if the short path can schedule a step of these requests. False if some request has a feature, such as
+            images or a grammar, that only vLLM's own methods handle.
         """
         known, self._rows = self._rows, {}
         for request in self.running:
@@ -432,7 +433,7 @@ class DecodeStep:
         rows: a `Row` for each of these requests, in the order of `ids`.
         prompts: the part of the step that reads prompts, which vLLM's own method scheduled; None without prompts.
         preemptions: how often the scheduler had preempted a request when it scheduled the step. If it preempts another
-            before the tokens come back, some of them may be stale.
+            request before the step's tokens come back, some of these tokens may be stale.
     """
 
     output: SchedulerOutput

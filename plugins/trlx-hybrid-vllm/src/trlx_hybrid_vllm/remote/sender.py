@@ -29,9 +29,8 @@ REMEDY = "Let VLLM_NCCL_SO_PATH name a libnccl.so.2 that fits vLLM"
 
 
 def backend_of(session: Session) -> str:
-    """Return the name of the weight-transfer backend to use: that of the options, or for "auto" `nccl` or `gloo`.
-
-    "auto" means `nccl` on GPUs where vLLM can use NCCL, else `gloo`.
+    """Return the name of the weight-transfer backend to use: the option `backend` of the weight sync `transfer`, unless
+    it is "auto". "auto" means `nccl` on GPUs where vLLM can use NCCL, else `gloo`.
 
     Raises:
         ConfigError: `nccl` was chosen, and vLLM cannot use it here.

@@ -32,7 +32,7 @@ class TransferSync(WeightSync):
 
     All ranks of the trainer take part, because it takes all ranks to gather sharded tensors. The process group with the
     engines is made once, and again when an engine was replaced. After each attempt to send the weights, rank 0
-    broadcasts what went wrong, so that no rank waits for one that gave up.
+    broadcasts its error, or that there was none, so that no rank waits for rank 0 after an error there.
     """
 
     name = "transfer"

@@ -177,7 +177,8 @@ class _Source:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records every write into the engine's parameters and buffers while vLLM's loader runs, as routes if it is a copy.
+    """A recorder of every write into the engine's parameters and buffers while vLLM's loader runs. A write that copies
+    a slice of a checkpoint tensor is recorded as a route.
 
     Args:
         parameters: the engine's parameters and buffers, by vLLM's names.

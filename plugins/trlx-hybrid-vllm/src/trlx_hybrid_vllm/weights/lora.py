@@ -107,7 +107,8 @@ class LoraSync(WeightSync):
     def put_back(self) -> bool:
         """Write back the engine's former bits where a sync overwrote base weights that tensors of the user still use.
 
-        Tensors that the user kept of the policy lie in memory that policy and engine share. Called after the rollout.
+        If the user's code keeps tensors of the policy, they lie in the memory that policy and engine share. Called
+        after the rollout.
 
         Returns:
             Whether anything was restored, so that the engine no longer has the policy's weights.
@@ -336,7 +337,8 @@ class AdapterSlots:
         self._same_layers = False
 
     def differing(self, full: bool = True) -> list[str]:
-        """Compare the slots bit for bit with A and scaling * B, and check that the unfilled rest of them is zero.
+        """Compare the slots bit for bit with A and scaling * B, and check that the parts of vLLM's slots that the
+        adapter does not fill are zero.
 
         Collective where the policy is sharded.
 
@@ -477,8 +479,8 @@ def _stray(outside: Sequence[tuple[str, Tensor]]) -> list[str]:
 class Slot:
     """The part of vLLM's LoRA slots that holds the adapter of one PEFT layer.
 
-    Under tensor parallelism, each rank of the engine has some columns of A or some rows of B, as it has those of the
-    weight.
+    Under tensor parallelism, each rank of the engine has some columns of A or some rows of B: the columns or rows that
+    it has of the weight.
 
     Attributes:
         name: the policy's name of the adapted module.
@@ -515,8 +517,9 @@ def factors_of(slots: Sequence[Slot], adapter: str) -> list[tuple[Tensor, Tensor
 def weights_of(layer: LoraLayer, adapter: str) -> tuple[Tensor, Tensor]:
     """Return A and B of a PEFT layer's adapter, sharded if the policy is.
 
-    The tensors are looked up at each call, because training may rebind any of them, and in the modules' dicts: for some
-    200 layers, `nn.Module.__getattr__` would take longer than copying A and B into the engine.
+    The tensors are looked up at each call, because training may rebind any of them. They are looked up in the modules'
+    dicts for speed: for some 200 layers, `nn.Module.__getattr__` would take longer than copying A and B into the
+    engine.
     """
     parts = layer._modules
     a = parts["lora_A"]._modules[adapter]._parameters["weight"].data

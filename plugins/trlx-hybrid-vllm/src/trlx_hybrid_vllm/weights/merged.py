@@ -1,8 +1,8 @@
 """Weight sync by merging (`weights="merged"`): the engine's own weights become base plus LoRA adapter.
 
-The engine then decodes as fast as without an adapter. The trainer's base and adapter stay as they are, and separate.
-The price is a rounding: the engine's dtype loses those parts of an adapter that are too small beside the weights, and
-early in training most of the adapter is. So `weights="auto"` never chooses this.
+The engine then decodes as fast as without an adapter. The trainer's base and adapter are not changed. The disadvantage
+is rounding: in the engine's dtype, the parts of an adapter that are small compared with the weights are rounded away.
+Early in training that is most of the adapter. So `weights="auto"` never chooses this weight sync.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ class MergedSync(SharedSync):
     """Weight sync that writes W + s * B @ A over the engine's copy of W, for every adapted layer at each sync.
 
     W is the base weight, and s the adapter's scaling. Weights without an adapter are copied and cast, as `SharedSync`
-    does it.
+    copies them.
 
-    Product and sum are computed in float32, and rounded once. For one adapter in float32 whose scaling is a power of
-    two, the bits are those of `weights="gather"`, which uses PEFT's merge; that rounds the scaled product before the
-    sum.
+    Product and sum are computed in float32, and rounded once. The merge of PEFT, which `weights="gather"` uses, also
+    rounds the scaled product before the sum. Both give the same bits for one adapter in float32 whose scaling is a
+    power of two.
 
-    Rounding may swallow small adapters, so the share that survives is logged, from a few weights, others at each sync.
-    With D = s * B @ A, the engine's merged weight E, and R = W rounded to the engine's dtype, the share is
-    <E - R, D> / <D, D>: 1 where all of the adapter survives, 0 where nothing does. Rounding noise that averages out
-    does not lower it. Nothing is logged while D is zero.
+    Rounding may remove small adapters, so each sync logs the share of the adapter that survives. The share is computed
+    from a few weights, which change from sync to sync. With D = s * B @ A, the engine's merged weight E, and R = W
+    rounded to the engine's dtype, the share is <E - R, D> / <D, D>. It is 1 where all of the adapter survives, and 0
+    where nothing does. Rounding noise that averages out does not lower the share. Nothing is logged while D is zero.
     """
 
     def __init__(self, session: Session, options: MergedOptions) -> None:
@@ -254,9 +254,9 @@ def factors_of(name: str, layer: LoraLayer, adapter: str) -> Factors:
 def merge(weight: Tensor, factors: Sequence[Factors], out: Tensor, generator: torch.Generator | None = None) -> None:
     """Write `weight` plus scaling * B @ A of all adapters to `out`, rounded once to the dtype of `out`.
 
-    With one adapter this takes two kernels and the memory of one weight in float32, or of three with random rounding.
-    `torch.addmm` would need no extra memory, but its factors must have the weight's dtype, and so would be rounded to
-    bf16 before they are multiplied.
+    With one adapter this takes two kernels. It needs the extra memory of one weight in float32, or of three weights
+    with random rounding. `torch.addmm` would need no extra memory, but its factors must have the weight's dtype, and so
+    would be rounded to bf16 before they are multiplied.
 
     Args:
         weight: of any floating dtype, shaped like `out`.

@@ -103,9 +103,11 @@ class SharedSync(WeightSync):
         return policy.refuses_gather()
 
     def _flattened(self) -> str | None:
-        """Return a trained parameter that is a part of a buffer that the optimizer steps in its place, or None.
+        """Return the name of a trained parameter that shares a flat buffer with others, if the optimizer updates the
+        buffer and not the parameter; None if there is no such parameter.
 
-        DeepSpeed's ZeRO-1 and 2 do that. Optimizers with one master copy per parameter write to the parameter itself.
+        DeepSpeed's ZeRO-1 and 2 have such buffers. An optimizer with a master copy of each parameter is no such case,
+        because it writes to the parameter itself.
         """
         optimizer = self._session.optimizer()
         if optimizer is None:
@@ -143,9 +145,8 @@ class SharedSync(WeightSync):
             self._parameter(name).data = self._views[name]
 
     def note(self) -> str | None:
-        """Return a warning, printed when the run starts, that rounding to 16 bits loses most optimizer steps, or None.
-
-        That is so for shared 16-bit weights at a low learning rate.
+        """Return a warning, printed when the run starts, that rounding to 16 bits loses most optimizer steps. It is
+        given for shared 16-bit weights at a low learning rate; otherwise the result is None.
         """
         rate = getattr(self._session.args, "learning_rate", None)
         if not self._alias or self._policy.dtype.itemsize > 2 or rate is None or rate >= SMALL_RATE:
@@ -213,7 +214,8 @@ class SharedSync(WeightSync):
     def put_back(self) -> bool:
         """Write back the engine's former bits where a sync overwrote memory that tensors of the user's code still use.
 
-        Tensors that the user kept of the policy lie in this memory, which both share. Called after the rollout.
+        If the user's code keeps tensors of the policy, they lie in the memory that policy and engine share. Called
+        after the rollout.
 
         Returns:
             Whether anything was restored, so that the engine no longer has the policy's weights.
@@ -273,8 +275,8 @@ class SharedSync(WeightSync):
     def release(self) -> None:
         """Give each parameter that is a view of the engine's memory its own memory again.
 
-        Must be called after the engine is closed: then the engine's memory is freed one fused tensor after the other,
-        as the last view of each goes.
+        Must be called after the engine is closed. Then each fused tensor of the engine is freed as soon as no parameter
+        is a view of it, so that the copies do not need the memory of all weights once more.
         """
         views, self._views, self._places = self._views, {}, None
         aliased, self.aliased, self.copied = self.aliased, [], []

@@ -205,11 +205,12 @@ def function(name: str, folder: Path, setting: str, known: Mapping[str, Callable
     Args:
         name: the function as `module:function`, `module.function` or `file.py:function`, or a key of `known`.
         folder: the recipe's folder.
-        setting: the setting that names it, for error messages.
+        setting: the setting that names the function, for error messages.
         known: functions that may be named without a module, by name.
 
     Raises:
-        ConfigError: there is no such file, module or function; the message names the one with the most similar name.
+        ConfigError: there is no such file, module or function. If a function of the module has a similar name, the
+            message suggests it.
     """
     if known and name in known:
         return known[name]

@@ -1,9 +1,10 @@
 """Conversion of tools' results to text: this module alone decides how the model is shown what a tool returns.
 
-TRL puts a list into the message as it is, since it may hold content blocks, and the `str` of anything else. Three
-things can go wrong. `str` may raise, which ends the run. A text may hold a lone surrogate, which no tokenizer accepts.
-And many chat templates drop a list or a part of it: Qwen3's shows no list at all. Of a result that is too long, the
-model is shown an excerpt: the beginning, with a note that says how much is shown.
+TRL puts a result that is a list into the message as it is, since it may hold content blocks; of any other result it
+takes the `str`. Three errors can follow. `str` may raise, which ends the run. A text may hold a lone surrogate, which
+no tokenizer accepts. A chat template may leave out a list or a part of it, as many templates do; Qwen3's template shows
+no list at all. This module avoids all three. If a result is too long, the model is shown only its beginning, with a
+note that says how much is shown.
 
 Source: trl 1.16, `GRPOTrainer._tool_call_loop` and `_get_tool_suffix_ids`.
 """
@@ -64,10 +65,10 @@ def described(error: BaseException) -> str:
 
 
 def readable(value: Any) -> Any:
-    """Return a text, or nested lists and dicts of texts, without lone surrogates, which no tokenizer accepts. A value
-    without any is returned itself.
+    """Return a text, or nested lists and dicts of texts, with lone surrogates replaced, because no tokenizer accepts
+    them. If there are none, the same object is returned.
 
-    Two surrogates that form a pair become their character, any other one becomes U+FFFD.
+    Two surrogates that form a pair become their character. Any other surrogate becomes U+FFFD.
     """
     if all(_is_unicode(text) for text in _texts(value)):
         return value

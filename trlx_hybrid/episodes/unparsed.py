@@ -36,14 +36,14 @@ class UnparsedTurns:
         self._in_succession, self._warned = 0, False
 
     def ended(self, reasons: Sequence[str | None]) -> int:
-        """Count the rows of a batch that has ended whose last turn the parser could not parse; return their number.
+        """Count the rows of a finished batch whose last turn the parser could not parse, and return their number.
 
         Args:
             reasons: for each row, the exception that the parser raised, as text; None where the row was parsed.
 
         Raises:
-            ConfigError: the parser raised at every row of this batch, and there are at least two such rows in
-                succession, counting the batches right before in which it also raised at every row.
+            ConfigError: the parser raised at every row of this batch, and has raised at two rows or more. Rows of the
+                batches directly before count, too, if the parser raised at every row of them.
         """
         raised = [reason for reason in reasons if reason is not None]
         self._in_succession = self._in_succession + len(raised) if len(raised) == len(reasons) else 0

@@ -30,13 +30,14 @@ def granted(seconds: float) -> float:
 
 
 def in_thread(work: Callable[[], T], name: str) -> Future[T]:
-    """Start a call in its own daemon thread, which, unlike the threads of `concurrent.futures`, never keeps the process
-    from ending.
+    """Start a call in its own daemon thread, and return a future of its result. Unlike the threads of
+    `concurrent.futures`, this thread never keeps the process from ending.
 
-    Wait for the returned future with `concurrent.futures.wait`: with `Future.result(timeout)`, a TimeoutError that
-    `work` raised looks like one of the wait.
+    Wait for the future with `concurrent.futures.wait`. `Future.result(timeout)` raises a TimeoutError both when the
+    time is over and when `work` has raised a TimeoutError, so the caller could not tell which.
 
     Args:
+        work: a function without arguments.
         name: the thread's name, as stack dumps show it.
     """
     future: Future[T] = Future()

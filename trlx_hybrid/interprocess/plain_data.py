@@ -1,11 +1,14 @@
 """Serialisation of values that processes send each other, as data instead of pickles: reading them imports nothing and
 calls no foreign code.
 
-The format is JSON, with tagged objects for what JSON cannot express. Exact for None, numbers, text, bytes, lists,
-tuples, sets, dicts, dataclasses, named tuples, enums, NumPy arrays and images of PIL (sent as PNG). NumPy's numbers,
-and subclasses of numbers, text, lists and dicts, arrive as plain ones. A class is looked up among the modules that the
-reader has imported already. Where the sender may run code that a model wrote, `classes=False` refuses dataclasses and
-enums, and makes a named tuple a tuple: otherwise the sender could choose any of the reader's classes.
+The format is JSON, with tagged objects for values that JSON cannot express. A value arrives unchanged if it is None or
+a number, text, bytes, list, tuple, set, dict, dataclass, named tuple, enum, NumPy array or image of PIL (sent as PNG).
+A number of NumPy arrives as Python's number. An object of a class derived from a number, text, list or dict arrives
+as the number, text, list or dict.
+
+A class is looked up among the modules that the reader has imported already. If the sender may run code that a model
+wrote, use `classes=False`, since otherwise the sender could choose any of the reader's classes. It refuses dataclasses
+and enums, and makes a named tuple a tuple.
 """
 
 from __future__ import annotations
@@ -137,7 +140,7 @@ def _plain(value: Any, whole: type, path: str, classes: bool) -> Any:
 
 def _of_a_library(value: Any) -> Any:
     """Convert a NumPy number or array, or a PIL image, to JSON data; return None for any other value. Imports neither
-    library: where one is not imported yet, no value can be of its classes."""
+    library: as long as a library is not imported, no value can be an object of its classes."""
     numpy, images = sys.modules.get("numpy"), sys.modules.get("PIL.Image")
     if numpy is not None and isinstance(value, numpy.generic) and isinstance(value.item(), bool | int | float | str):
         return value.item()

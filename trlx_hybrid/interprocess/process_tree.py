@@ -1,10 +1,10 @@
 """Functions that end a process together with all its descendants, whatever their group, session or parent.
 
-On Linux, a process that loses its parent becomes a child of its nearest ancestor that asked for it
-(`PR_SET_CHILD_SUBREAPER`, see `prctl(2)`). A supervisor process asks for it here, so that daemons, which leave their
-group and session and have no parent, remain its descendants. It is a separate process, because it must outlive the one
-that it supervises: when a subreaper is killed, its descendants go to another ancestor. On other systems there is no
-supervisor, and only the process's group is ended.
+On Linux, a process that loses its parent becomes a child of its nearest ancestor that is a subreaper
+(`PR_SET_CHILD_SUBREAPER`, see `prctl(2)`). Here a supervisor process makes itself a subreaper. So daemons, which leave
+their group and session and have no parent, remain descendants of the supervisor. The supervisor is a separate process,
+because it must outlive the process that it supervises: when a subreaper is killed, its descendants go to another
+ancestor. On other systems there is no supervisor, and only the process's group is ended.
 """
 
 from __future__ import annotations

@@ -50,8 +50,9 @@ class Ledger:
         self.held: dict[Phase, dict[str, int]] = {}
 
     def measure(self) -> dict[str, int]:
-        """Return the bytes per owner now. Each byte counts once, for the first owner that refers to it, however many
-        storages and tensors overlap; "other" is what is allocated besides. Does not synchronise."""
+        """Return the bytes that each owner holds now, by the owner's name. A byte to which several tensors refer counts
+        once, for the first owner. The entry "other" has the bytes that are allocated on the device and belong to no
+        owner. Does not synchronise."""
         held = disjoint_bytes({owner: self._intervals(tensors()) for owner, tensors in self._owners.items()})
         if self._allocated is not None:
             held["other"] = max(0, self._allocated() - sum(held.values()))

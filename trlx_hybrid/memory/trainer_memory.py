@@ -181,9 +181,9 @@ class TrainerMemory:
             self._unused = None
 
     def make_room_to_build(self, plan: Prediction) -> None:
-        """Offload the optimizer's state and the policy while an engine is built, each if the prediction has it
-        offloaded during rollouts. The optimizer has state that early in a run that resumes, and where an engine is
-        built again.
+        """Offload the optimizer's state and the policy while an engine is built, each if the prediction says that it is
+        offloaded during rollouts. Before the first step, the optimizer has state only if the run was resumed or the
+        engine is built again.
 
         Args:
             plan: the prediction that `check_fit` returned.
@@ -271,8 +271,9 @@ class TrainerMemory:
     def _predict(
         self, kv_cache_bytes: int, engine_weight_bytes: int, *, shared: bool, asleep: Collection[str]
     ) -> Prediction:
-        """Predict the run's memory with as few of optimizer, gradients and policy offloaded during ROLLOUT as needed to
-        fit; with none where the engine gives no memory back during TRAIN, or offloading is off.
+        """Predict the run's memory, and choose which of optimizer, gradients and policy are offloaded during ROLLOUT.
+        As few are offloaded as needed for the run to fit, or all if `HybridConfig.offload` is "all". None is offloaded
+        if the engine gives no memory back during TRAIN, or if offloading is off.
 
         Args:
             kv_cache_bytes: size of the KV cache.

@@ -10,8 +10,8 @@ trained, and gives its device memory back for the training.
             optimizer.step()
             optimizer.zero_grad()
 
-Inside `rollout_context` the model's own `generate` is the engine's as well. Runs in one process, under `torchrun` and
-under `accelerate launch`.
+Inside `rollout_context`, calls of the model's own `generate` are answered by the engine, too. The hybrid engine works
+in one process, under `torchrun` and under `accelerate launch`.
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ class HybridEngine:
         """Give the device memory to the engine inside the context, after syncing the model's current weights to it;
         collective.
 
-        Inside, `generate` may be called. `model.generate` is answered by the engine as well, and takes and returns what
-        transformers' own does; see `trlx_hybrid.own_loop.model_generate.generate`.
+        Inside, `generate` may be called. Calls of `model.generate` are answered by the engine, too, with the arguments
+        and results of transformers' `generate`; see `trlx_hybrid.own_loop.model_generate.generate`.
 
         Args:
             training: False for evaluation, which shares no random draws with training.
@@ -195,8 +195,8 @@ class HybridEngine:
             yield
 
     def generate(self, prompts: Sequence[list[int]], num_generations: int = 1) -> list[Completion]:
-        """Sample `num_generations` completions per prompt, and return them with those of one prompt next to each other.
-        Call it inside `rollout_context`.
+        """Sample `num_generations` completions per prompt, and return all completions in one list. The completions of a
+        prompt stand next to each other, in the order of the prompts. Call it inside `rollout_context`.
 
         Args:
             prompts: token ids of each prompt of this rank.
@@ -347,7 +347,7 @@ def with_reshard(
 
     Args:
         resharding: names of the weight syncs that move slices between the trainer's and the engine's layout of
-            parameters (`reshards=True`), the one to select first.
+            parameters (`reshards=True`). If `enable` is True, the first of them is selected.
         enable, compress, dtype: `enable_reshard`, `compress_reshard` and `compression_dtype` of `HybridEngine`.
         own: the model's dtype.
 

@@ -71,8 +71,8 @@ class Component:
         by_name: whether it is chosen only by its name: `auto` skips it.
         proves: for a scoring: whether it compares its log-probs with TRL's on a run's first rows, and scores as TRL
             does where they differ. `auto` chooses only among scorings that do.
-        options_before: values of those options whose defaults have changed, as they were before. A run that resumes
-            from a checkpoint, or replays a recording, of that time gets them (for scorings only).
+        options_before: for a scoring: the former defaults of options whose defaults have changed. A run gets them if it
+            resumes from a checkpoint, or replays a recording, that was made before options were stored in it.
         plugin: name of the plugin that offered the component.
         distribution: name and version of the distribution that contains this plugin.
     """

@@ -174,12 +174,19 @@ def _paths(registry: Registry, options: Mapping[str, Any]) -> list[Choice]:
 
 
 def _rollout(config: HybridConfig, arguments: TrainerArguments, registry: Registry, streams: bool) -> Choice:
-    """Choose the rollout component: the one that is set, or that the trainer's `rollout_func` needs. Else, if the
-    trainer has tools, one that runs conversations, if one is installed and the engine takes single requests; else
-    `single_turn`.
+    """Choose the rollout component. The first of these rules that applies decides:
+
+    1. The user has set `HybridConfig.rollout`: that component.
+    2. The trainer's `rollout_func` names the component that it needs: that component.
+    3. The trainer has tools, and an installed component runs conversations on this engine: that component.
+    4. Otherwise `single_turn`.
 
     Args:
         streams: whether the engine takes requests one at a time.
+
+    Raises:
+        ComponentError: rule 3 applies to several components.
+        ConfigError: the component needs an engine that takes requests one at a time, and this engine does not.
     """
     offered = registry.components("rollout")
     conversing = [c for c in offered if c.converses and not c.by_name and c.out_of_place() is None]
@@ -227,7 +234,8 @@ def choose_algorithms(config: HybridConfig, registry: Registry) -> list[Choice]:
     """Return the algorithms that the user named, in the order in which they are named.
 
     Raises:
-        ConfigError: an option is unknown, an algorithm is named twice, or there are options for one that is not named.
+        ConfigError: an option is unknown, an algorithm is named twice, or the user has set options of an algorithm that
+            is not named.
         ComponentError: there is no such algorithm, or it cannot work here.
     """
     names, given = config.algorithm or [], config.options("algorithm")
@@ -264,8 +272,9 @@ def _scoring(config: HybridConfig, registry: Registry, arguments: TrainerArgumen
 def continued(
     choice: Choice, earlier: Mapping[str, Any] | None, config: HybridConfig, registry: Registry, why: str
 ) -> Choice:
-    """Return the scoring with which a run continues an earlier one, of which it has a checkpoint or a recording. With
-    `auto` it is the earlier run's. Options that the user did not set are those of the earlier run.
+    """Return the scoring for a run that continues an earlier run from a checkpoint or a recording. If the user's
+    setting is `auto`, it is the scoring of the earlier run. Options that the user did not set have the values of the
+    earlier run, if both runs use the same scoring.
 
     Args:
         choice: the scoring that this run would take otherwise.

@@ -27,8 +27,8 @@ def tuned(model: nn.Module) -> bool:
 
 
 def adapter_layers(modules: Iterable[nn.Module]) -> list[BaseTunerLayer]:
-    """Return those of some modules that PEFT has put into a model: its tuner layers, and its wrappers such as
-    `ModulesToSaveWrapper`."""
+    """Return the modules that PEFT has put into a model, out of the given ones: PEFT's tuner layers, and its wrappers
+    such as `ModulesToSaveWrapper`."""
     if "peft" not in sys.modules:
         return []
     from peft.tuners.tuners_utils import BaseTunerLayer

@@ -1,9 +1,11 @@
 """Position ids for rows that are padded on the left, for models whose log-probs depend on a row's absolute positions.
 
-TRL pads prompts on the left and gives its models no positions, so transformers counts the padding, too. Rotary
-embeddings see only distances. An embedding of each position (GPT-2) sees a row shifted by its padding: beside a longer
-prompt its log-probs change, by 3 nats in a small test, and an engine does not pad. So this module gives such a model
-the position ids that transformers' `generate` would give it, counted from the attention mask.
+TRL pads prompts on the left and passes no position ids, so transformers counts the padding tokens as positions. That
+does not matter with rotary embeddings, which depend only on the distances between tokens. It matters to a model that
+has an embedding of each position, such as GPT-2: a row's log-probs change with its padding, and so with the length of
+the batch's longest prompt. In a small test they changed by 3 nats. An engine does not pad, so its log-probs would
+differ. This module gives such a model the position ids that transformers' `generate` would give it, counted from the
+attention mask.
 """
 
 from __future__ import annotations

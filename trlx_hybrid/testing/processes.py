@@ -1,7 +1,8 @@
 """Processes for tests that start with the training stack already imported, because they are forked from one process
 that has imported it.
 
-A rank of a test spends about ten seconds of CPU time on imports, and often less than one on the test itself.
+Without them, a rank of a test spends about ten seconds of CPU time on imports, and often less than a second on the test
+itself.
 """
 
 from __future__ import annotations

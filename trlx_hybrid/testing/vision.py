@@ -30,7 +30,7 @@ def tiny_vision_model(
         seed: seed of the random weights.
         head_dim: dimension of an attention head, in the vision tower and in the text model. vLLM's attention on GPUs
             needs 64 or more.
-        tokenizer: the tokenizer, with a chat template; by default one of characters.
+        tokenizer: the tokenizer, with a chat template; by default a tokenizer with one token per character.
         tower_heads: the number of attention heads of the vision tower; a multiple of the number of tensor-parallel
             ranks.
     """

@@ -1,5 +1,5 @@
-"""The translation of TRL's arguments into this package's, and the checks of them that TRL itself skips where this
-package's engine generates."""
+"""The translation of TRL's arguments into this package's settings. The module also checks TRL's arguments where TRL
+skips its own checks because an engine of this package generates."""
 
 from __future__ import annotations
 
@@ -192,11 +192,11 @@ def sampling_of(args: Any, trainer: str) -> Sampling:
 
 
 def score_as_sampled(args: Any) -> None:
-    """Set `args.temperature` to the temperature that tokens are sampled at, since the trainer scores tokens at it.
+    """Set `args.temperature`, at which the trainer scores tokens, to the temperature at which the engine samples them.
 
-    `generation_kwargs` may name another temperature, which the engine follows; and no engine samples below 0.01 without
-    being greedy. TRL would score at the original temperature, and correct for a difference that the engine did not
-    cause.
+    The two may differ for two reasons. `generation_kwargs` may name another temperature, which the engine then uses.
+    And an engine samples at 0.01 if the temperature is between 0 and 0.01. Without this function, TRL would score at
+    the original temperature, and its importance-sampling correction would react to the difference.
     """
     temperature = (args.generation_kwargs or {}).get("temperature", args.temperature)
     if temperature:

@@ -48,7 +48,8 @@ def check_template(
             parses a call from its tokens.
 
     Raises:
-        ConformanceError: the template cannot serve such conversations; the message says what it renders otherwise.
+        ConformanceError: the template cannot be used for such conversations. The message says what the template changes
+            or leaves out, and how to fix it.
     """
     template = _Template(processing_class, chat_template, options or {}, end_ids)
     template.continues(SAID, SHOWN, "user")

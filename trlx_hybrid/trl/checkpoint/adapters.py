@@ -50,8 +50,9 @@ def load_default(model: Any, checkpoint: Path) -> None:
 
 @contextmanager
 def one_by_one(model: Any, plugin: Any, move: Callable[[int], object]) -> Iterator[None]:
-    """Return a context for accelerate's saving or loading of a PEFT model in FSDP's shards. accelerate handles one
-    active adapter, here the first; afterwards `move` does the same for each further active adapter.
+    """Return a context in which accelerate saves or loads a PEFT model in FSDP's shards. accelerate saves or loads one
+    active adapter only; inside the context it is the first active adapter. On exit, `move` is called for each further
+    active adapter.
 
     Args:
         plugin: accelerate's settings of FSDP; None without FSDP.

@@ -336,8 +336,8 @@ def _samplers(loader: Any) -> list[Any]:
 
 
 def _prompts_digest(dataset: Any) -> str | None:
-    """Return a digest of the first, the middle and the last prompt, by which a resumed run notices that its dataset is
-    another one. None where the dataset is empty or has no column "prompt"."""
+    """Return a digest of the first, the middle and the last prompt, by which a resumed run notices that its dataset has
+    changed. None where the dataset is empty or has no column "prompt"."""
     if not len(dataset) or "prompt" not in (getattr(dataset, "column_names", None) or ()):
         return None
     prompts = [dataset[index]["prompt"] for index in sorted({0, len(dataset) // 2, len(dataset) - 1})]

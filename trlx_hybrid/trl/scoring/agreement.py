@@ -25,8 +25,8 @@ def check(
 
     Args:
         batch: this rank's rows, with the log-probs of both.
-        whole: this rank's rows as TRL trains on them, from which a row can be scored once more alone where both differ;
-            by default the rows of `batch`.
+        whole: this rank's rows as TRL trains on them; by default the rows of `batch`. If log-probs differ too much, a
+            row is taken from `whole` and scored once more, alone.
 
     Raises:
         SyncError: engine and trainer differ.
@@ -69,9 +69,9 @@ def measure(trainer: StockTrainer, run: RunState, micro_batch: Mapping[str, Any]
 
 
 def _comparable(trainer: StockTrainer, run: RunState, batch: Mapping[str, Any]) -> bool:
-    """Return True if single rows of a batch can be scored once more alone, and their log-probs should then agree with
-    the engine's up to rounding. Asked before a row is scored alone to find out whether a difference comes from the
-    micro-batch's shape."""
+    """Return whether a row of the batch can be scored alone, to find out whether a difference of log-probs comes from
+    the micro-batch's shape. True only if the log-probs of a row that is scored alone should agree with the engine's up
+    to rounding."""
     session, replayed = run.session, None if run.replay is None else run.replay.facts
     return (
         (not session.selection.stock or replayed is not None)

@@ -1,10 +1,11 @@
-"""Scoring over the kept ids: whether a run computes log-probs only over the ids that its sampling settings leave
-(top-k, top-p, min-p), and which ids those are for the rows of a rollout.
+"""Scoring over the kept ids, the ids that the sampling settings top-k, top-p and min-p leave for each token. The module
+says whether a run computes log-probs over the kept ids only, and returns the kept ids for the rows of a rollout.
 
-Where sampling leaves ids out, the engine's log-probs refer to the remaining ids, and the trainer's to all ids. GRPO's
-importance-sampling correction multiplies each row's loss by the product of the ratios between the two. With `top_k=50`
-on a flat model, that product is 8e-13 at 200 tokens. If the trainer scores over the same ids, the ratio is 1, and the
-gradient is that of the distribution that was sampled from.
+If sampling leaves ids out, the engine's log-probs are normalised over the kept ids, and the trainer's over all ids.
+GRPO's importance-sampling correction multiplies each row's loss by the product of the tokens' ratios, the trainer's
+probability divided by the engine's. With `top_k=50` on a flat model, that product is 8e-13 at 200 tokens. If the
+trainer scores over the same ids, the ratio is 1, and the gradient is the gradient of the distribution that was sampled
+from.
 """
 
 from __future__ import annotations

@@ -464,12 +464,8 @@ def _visiting(kind: type[RemoteEnvironment], handle: EnvironmentHandle, lost: st
 
 
 def _now(coroutine: Coroutine[object, None, T]) -> T:
-    """Run a coroutine to its end without an event loop, and return its result. The coroutine must not wait for an event
-    loop; its calls may block this thread.
-
-    Raises:
-        RuntimeError: the coroutine waits for an event loop.
-    """
+    """Run a coroutine to its end without an event loop, and return its result. Its calls may block this thread.
+    Raises RuntimeError if it waits for an event loop."""
     try:
         coroutine.send(None)
     except StopIteration as stop:

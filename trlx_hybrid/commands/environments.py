@@ -464,8 +464,8 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _place(error: Exception) -> str:
-    """Return where the environment raised an error, as " (file:line)"; "" where the call itself failed, because its
-    arguments do not fit."""
+    """Return the file and line at which the environment raised an error, as " (file:line)". Return "" where the error
+    was raised by the call in this file, because the arguments do not fit the environment's function."""
     frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
     file, line = frames[-1]
     return "" if file == __file__ else f" ({file}:{line})"

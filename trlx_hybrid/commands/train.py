@@ -74,7 +74,7 @@ def read(recipe: Path, flags: Sequence[str]) -> RecipeSettings:
     """Return the settings of a recipe, in which flags take precedence over the file.
 
     Raises:
-        ConfigError: there is no such file, it is no YAML mapping, or nothing reads a setting.
+        ConfigError: there is no such file, it is no YAML mapping, or it has an unknown setting.
     """
     try:
         settings = yaml.safe_load(recipe.read_text())

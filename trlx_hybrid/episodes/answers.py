@@ -177,8 +177,8 @@ class Answers:
 
 
 class _Words:
-    """Makes up words and numbers that occur in no chat template, a different one at each call. `used` holds all of
-    them."""
+    """A source of made-up words and numbers that occur in no chat template. Each call returns a new word or number;
+    `used` holds all that were returned, as texts."""
 
     def __init__(self) -> None:
         self.used: set[str] = set()
@@ -250,7 +250,8 @@ def _is_block(part: Any) -> bool:
 
 
 def _text_of(part: Any) -> str:
-    """Return the text of a content block: "[image]" for an image, the `str` of a part that is no block."""
+    """Return one item of a message's content as text: the text of a text block or an MCP resource, "[image]" for an
+    image, and the `str` of anything else."""
     if _is_text(part):
         return str(part["text"])
     if _is_image(part):

@@ -35,10 +35,10 @@ def copied(value: Any) -> Any:
 
 
 def _imported(module: str, name: str) -> Any:
-    """Return a class for `isinstance`, or () where its module has not been imported, so that no object is of that
-    class.
+    """Return a class of a module, or () if the module has not been imported. Both can be given to `isinstance`, which
+    is False for every object with (). Without the module there is no object of the class.
 
-    Workers of rewards and environments make copies, too, and need not spend a second of CPU time on importing torch for
-    that.
+    The module is not imported, because copies are also made in workers of rewards and environments, which would
+    spend a second of CPU time on importing torch.
     """
     return getattr(sys.modules.get(module), name, ())

@@ -314,8 +314,8 @@ class TrainerMemory:
         return table(self.prediction) if self.prediction is not None else []
 
     def free_bytes_in_rollout(self) -> int:
-        """Return the bytes that an engine which is about to be built may take, its weights included: what is free now.
-        If offloading is off, the optimizer state that will be added later is subtracted."""
+        """Return the bytes that may be taken by an engine that is about to be built, its weights included. They are the
+        bytes that are free now; if offloading is off, less the optimizer state that will be added later."""
         stays = 0
         if self._mode == "none":
             trainable = [p for p in parameter_sizes(self._policy.module) if p.trainable]

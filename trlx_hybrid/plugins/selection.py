@@ -247,8 +247,9 @@ def choose_algorithms(config: HybridConfig, registry: Registry) -> list[Choice]:
 
 
 def _scoring(config: HybridConfig, registry: Registry, arguments: TrainerArguments | None) -> Choice:
-    """Choose the scoring component, which computes log-probs: the one that the user set. With `auto`, the first one
-    that proves itself on a run's first rows, if an engine of this package samples; else TRL's own.
+    """Choose the scoring component, which computes log-probs: the component that the user has set. With `auto`, it is
+    the first component that compares its log-probs with TRL's on a run's first rows (`Component.proves`). If there is
+    none, or no engine of this package samples, or only TRL can score this trainer's rows, it is TRL's own scoring.
 
     Args:
         arguments: TRL's arguments; None where no engine of this package samples.

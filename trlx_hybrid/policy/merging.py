@@ -44,9 +44,9 @@ class AdaptedModule:
 
     @torch.no_grad()
     def merged(self) -> dict[str, Tensor]:
-        """Return the original module's parameters by name, as copies into which every active adapter is merged; without
-        such an adapter, the parameters themselves, detached. Sharded parameters stay sharded where PEFT can merge
-        DTensors, as it can for plain LoRA; else full tensors are returned.
+        """Return the original module's parameters by name, as copies into which every active adapter is merged. If no
+        adapter has to be merged, the parameters themselves are returned, detached. Sharded parameters stay sharded
+        where PEFT can merge DTensors, as it can for plain LoRA; otherwise full tensors are returned.
 
         Raises:
             SyncError: PEFT cannot merge one of the adapters.

@@ -51,8 +51,8 @@ def from_mask(attention_mask: Tensor) -> Tensor:
 
 
 def _fill(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """Add position ids to the arguments of a forward pass that has an attention mask but no position ids; a forward
-    pre-hook. Returns the new arguments, or None to leave them."""
+    """Return the arguments of a forward pass with position ids added, if it has an attention mask but no position ids;
+    otherwise None, which leaves the arguments as they are. It is a forward pre-hook of torch."""
     mask = kwargs.get("attention_mask")
     if kwargs.get("position_ids") is not None or not isinstance(mask, Tensor) or mask.ndim != 2:
         return None

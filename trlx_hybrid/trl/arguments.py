@@ -241,10 +241,10 @@ def refuse_reserved(generation_kwargs: dict[str, Any] | None) -> None:
 
 
 def check_skipped(args: Any) -> None:
-    """Run those checks of TRL's `__init__` that it skips because `use_vllm` is False there.
+    """Run the checks of TRL's `__init__` that TRL skips because this package sets `use_vllm` to False there.
 
     Raises:
-        ConfigError: VESPO loss with a mode of importance sampling that it does not support.
+        ConfigError: the loss is VESPO, and does not support the mode of importance sampling.
     """
     mode = getattr(args, "vllm_importance_sampling_mode", None)
     corrects = getattr(args, "loss_type", None) == "vespo" and args.vllm_importance_sampling_correction

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 class WriteErrors:
     """The errors that this rank meets while it writes its part of the checkpoint that is being saved.
 
-    Within a save, ranks wait for each other. A rank that raised there would leave the others waiting, so it goes on.
-    The result is no valid checkpoint: its manifest does not say that the save was completed.
+    While a checkpoint is saved, ranks wait for each other. If a rank raised its error at once, the other ranks would
+    wait for it without end, so it stores the error and goes on. The result is no valid checkpoint: its manifest does
+    not say that the save was completed.
     """
 
     def __init__(self) -> None:
@@ -44,8 +45,8 @@ class WriteErrors:
 
     @contextmanager
     def at_once(self, checkpoint: Path) -> Iterator[None]:
-        """Return a context in which an error is raised where it occurs, with a message that says what to do: other
-        ranks wait for the write inside, so the error must end this process, and the launcher ends the others.
+        """Return a context for a write that other ranks wait for. An error inside is raised at once, with a message
+        that says what to do. It must end this process, so that the launcher ends the processes of the other ranks.
 
         Args:
             checkpoint: the checkpoint that is being written.

@@ -58,7 +58,7 @@ class SampledRow:
 
 @dataclass(slots=True)
 class Round:
-    """One of the rollouts that a batch is sampled in.
+    """One round of sampling for a batch: the rows of its rollout, their rewards, and the groups that are kept.
 
     Attributes:
         rows: this rank's rows.

@@ -111,8 +111,8 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """Return a context for one `training_step`: what runs before the call of `prepared` counts as the micro-batch's
-        preparation, what follows as its loss. An error inside discards the step's measurement."""
+        """Return a context for one `training_step`. The time before the call of `prepared` counts as the preparation of
+        the micro-batch, and the time after it as its loss. An error inside discards the step's measurement."""
         self._preparing = self._step is not None
         try:
             yield

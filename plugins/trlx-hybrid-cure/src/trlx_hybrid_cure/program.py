@@ -148,7 +148,7 @@ def execute_test(channel: Channel, source: str, nonce: bytes) -> None:
 
 class Asking(Channel):
     """The connection of a test's process to the judge (the process that judges programs by their tests), for the test's
-    requests to the program. The judge passes each of them on to the program's process."""
+    requests to the program. The judge passes each request on to the program's process."""
 
     def send(self, frame: bytes, deadline: float | None = None) -> None:
         """Write a message that the judge is to pass on to the program.

@@ -48,8 +48,7 @@ def prefixes(nodes: int, ranks_per_node: int) -> dict[tuple[int, int | None], st
 
 @dataclass(slots=True)
 class _Line:
-    """The output of one source (a rank's standard output or error) since its last line end, and the decoder of the
-    source's bytes."""
+    """The unfinished line of one source (a rank's standard output or error), and the decoder of the source's bytes."""
 
     decoder: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
     rest: list[str] = field(default_factory=list)

@@ -142,8 +142,8 @@ class Agreement:
         )
 
     def _on_device(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """Start the all-reduce (maximum) of int64 values over NCCL. Returns the pinned CPU tensor that will get the
-        result, and a CUDA event; once the device has reached this event, the result is there."""
+        """Start the all-reduce (maximum) of int64 values over NCCL. Returns a pinned CPU tensor and a CUDA event. The
+        tensor holds the result once the device has reached the event."""
         assert self._fast is not None
         group, device = self._fast
         there = values.pin_memory().to(device, non_blocking=True)

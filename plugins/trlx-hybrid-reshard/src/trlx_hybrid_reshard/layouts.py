@@ -33,14 +33,16 @@ _Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class Stage(enum.Enum):
-    """The pipeline stages that hold a parameter: all stages, each with its own layers (`LAYERS`); the first (an
-    embedding); the last (the final norm, an output head); or both ends."""
+    """The pipeline stages that hold a parameter.
+
+    `LAYERS`: every stage holds the parameter of its own layers. `FIRST`: the first stage, for an embedding. `LAST`: the
+    last stage, for the final norm and an output head. `ENDS`: the first and the last stage."""
 
     LAYERS = "layers"
     FIRST = "first"
     LAST = "last"
     ENDS = "first and last"
-    """The first and the last stage, as for a tied output head: it is also the embedding, which both ends use."""
+    """The first and the last stage, for an output head that is tied to the embedding: both stages use it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,8 +270,10 @@ def stage_layers(parameter: Parameter, stages: int) -> Ints:
     """Return which of a parameter's layers each pipeline stage holds: int64 of shape (stages, 1, 2), half-open ranges
     of positions in `parameter.layers`.
 
-    Source: vLLM `distributed/utils.py::get_pp_indices`: layers that are left over by an even division go, one each, to
-    the last stages except the very last.
+    If the layers cannot be divided evenly, some stages hold one layer more than the others: the stage before the last,
+    and as many stages before it as there are further layers left over.
+
+    Source: vLLM `distributed/utils.py::get_pp_indices`.
 
     Args:
         stages: the number of pipeline stages.

@@ -93,9 +93,9 @@ class Shards:
         """Look up the local tensors again, at the start of each sync. Returns whether a parameter that is frozen now
         may hold other values than at the last call.
 
-        Every sync calls this, so it works on whole lists for speed. A tensor whose storage was emptied and filled again
-        (see `trlx_hybrid.memory.offload`) is the same object at another address: its views stay valid, a recorded CUDA
-        graph does not.
+        Every sync calls this, so it works on whole lists for speed. If the storage of a tensor was emptied and filled
+        again (see `trlx_hybrid.memory.offload`), the tensor remains the same object, but its data lie at another
+        address. Its views remain valid, while a CUDA graph that was recorded with it does not.
         """
         self._policy.reshard()
         parameters: list[Any] = [held[key] for held, key in self._slots]

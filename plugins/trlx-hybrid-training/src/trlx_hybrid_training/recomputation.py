@@ -221,8 +221,8 @@ class Recomputation:
     def _gradients(self) -> int:
         """Return the bytes of the gradients that the backward pass will allocate.
 
-        With gradient accumulation, FSDP2 holds the gradients whole until the last micro-batch of a step. It does so
-        where this function cannot see them, so gradients that exist already may be counted again.
+        With gradient accumulation, FSDP2 holds whole gradients, not shards, until the last micro-batch of a step. They
+        are not in `grad` of the parameters, so this function counts them all, even if they are allocated already.
         """
         trained = [p for p in self._session.policy.parameters if p.requires_grad]
         if self._sharded and self._session.args.gradient_accumulation_steps > 1:
@@ -257,13 +257,13 @@ class Recomputation:
 
 @contextmanager
 def _counting(layer: nn.Module) -> Iterator[dict[int, int]]:
-    """A context that counts the bytes which a layer keeps for the backward pass, in forward passes inside the context.
+    """Return a context that counts the bytes which a layer keeps for the backward pass, in forward passes inside it.
 
     Args:
         layer: the layer. Its parameters are not counted.
 
     Yields:
-        A dict that fills up meanwhile: the bytes of each kept storage, by its address.
+        A dict to which the forward passes add entries: the bytes of each kept storage, by its address.
     """
     storages: dict[int, int] = {}
     own: set[int] = set()

@@ -72,7 +72,8 @@ def from_verifiers(
 class Verifiers:
     """A factory of environments for one taskset; pass it to `episodes`.
 
-    The process that runs verifiers ends when this object is deleted, or with the trainer.
+    The process that runs verifiers ends when `close` is called, when this object is deleted, or when the trainer's
+    process ends.
     """
 
     def __init__(self, taskset: str, process: _Process) -> None:
@@ -156,7 +157,7 @@ class VerifiersEpisode:
         return Step(observation=told["messages"])
 
     async def close(self) -> None:
-        """Close the connection. If the episode is not over, verifiers' process gives it up."""
+        """Close the connection. If the episode is not over, verifiers' process abandons the episode."""
         if self._connection is not None:
             await self._connection.close()
 

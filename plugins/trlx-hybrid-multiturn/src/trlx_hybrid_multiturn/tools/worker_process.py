@@ -1,13 +1,14 @@
 """The program that runs in a tool's process: it takes functions and calls over a socket, and returns the results.
 
-It is run by its path, outside the package. A number and a length precede each message. Messages to the process are
-pickles. Messages from it are plain data (`trlx_hybrid.interprocess.plain_data`, without classes), so that the trainer
-never loads a pickle from a process that runs code which a model wrote:
+The trainer starts this file by its path, not as a module of its package. On the socket, each message follows its number
+and its length. Messages to the process are pickles. Messages from the process are plain data
+(`trlx_hybrid.interprocess.plain_data`, without classes), so that the trainer never loads a pickle from a process that
+runs code which a model wrote:
 
     to the process:   for each call the pickled function, and once that is loaded the pickled arguments
     from the process: {"kind": …, "content": …} with the number of the message that it answers; kinds are "loaded",
                       "refused" (why the function or its arguments cannot be loaded), "value" (what the model is
-                      shown), "unshowable" (why it cannot be shown the result) and "error" (the tool's exception, see
+                      shown), "unshowable" (why the result cannot be shown) and "error" (the tool's exception, see
                       `trlx_hybrid.interprocess.remote_errors`)
 
 A child process that a tool forks sends no answers: once the tool returns or raises in the child, the child exits. All
@@ -183,7 +184,7 @@ class Worker:
     def _leave_if_forked(self, error: BaseException | None = None) -> None:
         """End this process if a tool has forked it from the process that serves calls, so that it sends no answers.
 
-        It ends as a script would: with exit code 0, or by `error`.
+        The process ends with exit code 0; if the tool raised an exception, that exception ends it.
 
         Args:
             error: the exception that the tool raised in this process, or None.

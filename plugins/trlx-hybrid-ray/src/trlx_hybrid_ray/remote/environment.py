@@ -213,8 +213,8 @@ class RemoteEnvironments:
         self._freed: deque[int] = deque()
 
     def __call__(self) -> RemoteEnvironment:
-        """Make an environment in the worker that has the fewest, and return a proxy of it. Dead workers are replaced
-        first; if the worker dies or does not answer in time, a second attempt is made.
+        """Make an environment in the worker with the fewest environments, and return a proxy of it. Dead workers are
+        replaced first; if the worker dies or does not answer in time, a second attempt is made.
 
         Raises:
             ConfigError: all workers are full, or were ended.
@@ -239,8 +239,8 @@ class RemoteEnvironments:
     # --- for the environments ---------------------------------------------------------------------------------------
 
     def make(self) -> EnvironmentHandle:
-        """Make an environment in the worker that has the fewest, and return a handle of it. Dead workers are replaced
-        first; if the worker dies or does not answer in time, a second attempt is made.
+        """Make an environment in the worker with the fewest environments, and return a handle of it. Dead workers are
+        replaced first; if the worker dies or does not answer in time, a second attempt is made.
 
         Raises:
             ConfigError: all workers are full, or were ended.
@@ -283,8 +283,8 @@ class RemoteEnvironments:
         self._freed.append(key)
 
     def _made(self) -> EnvironmentHandle:
-        """Make an environment in the worker that has the fewest, and return a handle of it. Unlike `make`, it raises
-        `EnvironmentLostError` at once if the worker dies or does not answer in time."""
+        """Make an environment in the worker with the fewest environments, and return a handle of it. Unlike `make`, it
+        raises `EnvironmentLostError` at once if the worker dies or does not answer in time."""
         with self._lock:
             if not self._actors.workers:
                 raise ConfigError(f"The remote environments {self.__name__!r} were closed. Make new ones.")
@@ -313,8 +313,8 @@ class RemoteEnvironments:
         return handle
 
     def _taken(self) -> dict[Worker, int]:
-        """Delete the environments that were freed, and return for each worker how many environments count towards its
-        `per_worker`."""
+        """Delete the environments that were freed, and return each worker's number of environments, to be compared with
+        `per_worker`. Up to `STUCK` stuck environments of a worker are left out."""
         stuck = set(self._stuck.values())
         gone: defaultdict[Worker, list[int]] = defaultdict(list)
         while self._freed:
@@ -581,8 +581,8 @@ class EnvironmentActor(PoolActor):
 
     @contextmanager
     def _in_turn(self, key: int, turn: int) -> Iterator[None]:
-        """Return a context that waits, when it is entered, until all earlier calls of the environment have started, at
-        most for `ORDER_SECONDS`. The call is started inside; on exit the next call may start.
+        """Return a context in which to start a call, so that an environment's calls start in order. Entering it waits
+        until all earlier calls have started, at most for `ORDER_SECONDS`. After its exit the next call may start.
 
         Args:
             key: the environment's number.

@@ -503,7 +503,7 @@ class Failure(NamedTuple):
 
 class Relay:
     """An actor on each node that passes calls of a group on to the node's workers, and does not wait for their results.
-    It saves the group's process one call for each worker.
+    With relays, the group's process makes one call for each node rather than one for each worker.
 
     Args:
         workers: the handles of the node's workers, by rank.

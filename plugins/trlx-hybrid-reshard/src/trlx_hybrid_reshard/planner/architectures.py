@@ -55,7 +55,8 @@ def _causal_lm(c: Fields, **traits: bool) -> tuple[Parameter, ...]:
 
     Args:
         c: the fields of the config.
-        traits: the keyword arguments of `_layers`, such as `qkv_bias`, which the config does not say.
+        traits: properties of the architecture that its config does not contain, as keyword arguments of `_layers`, such
+            as `qkv_bias`.
     """
     tied = bool(c.get("tie_word_embeddings"))
     embedding = Parameter(

@@ -144,7 +144,7 @@ def transfer_backends() -> dict[str, Callable[[], type[TrainerWeightTransferEngi
 
 
 def free_port() -> int:
-    """Return a port of this machine that is free, or the one that `VLLM_PORT` asks for."""
+    """Return a free port of this machine. If the environment variable `VLLM_PORT` is set, the search begins there."""
     from vllm.utils.network_utils import get_open_port
 
     return int(get_open_port())

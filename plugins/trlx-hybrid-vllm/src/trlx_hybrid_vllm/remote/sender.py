@@ -170,9 +170,10 @@ class PolicySource(WeightSource):  # type: ignore[misc]
     iter_full = __iter__  # as vLLM calls it from 0.33 on
 
     def finish(self) -> None:
-        """Read the tensors that are left since `begin`.
+        """Read the tensors that have not been read since `begin`.
 
-        Some are left where sending failed on this rank: the other ranks read on, and wait for this one at each tensor.
+        There are such tensors if sending has failed on this rank. The other ranks go on to read, and wait for this rank
+        at each tensor, so it must read all of them, too.
         """
         while self._next() is not None:
             pass

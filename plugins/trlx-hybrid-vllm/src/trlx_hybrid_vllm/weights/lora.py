@@ -50,12 +50,14 @@ Each slot has about four unfilled regions. They are checked in turn.
 
 
 class LoraSync(WeightSync):
-    """Copies the adapter from the trainer's memory into vLLM's LoRA slots.
+    """Weight sync that copies the adapter from the trainer's memory into vLLM's LoRA slots.
 
-    The base is frozen. The engine shares its memory, or gets one copy. The base is loaded once through vLLM's loader
-    (`StreamedBase`) where the policy is sharded or held in 4 bits, the engine's ranks hold slices, or the engine's bits
-    are not the policy's. Each sync moves only the adapter, with one exception: the engine's copy of a base that the
-    policy holds in 4 bits is several times as large; sleep mode frees it, and the next sync writes it again.
+    The base is frozen. The engine either shares the base's memory (`SharedSync`), or has its own copy. The copy is
+    loaded once through vLLM's loader (`StreamedBase`) if the policy is sharded or held in 4 bits, if the engine's ranks
+    hold slices, or if the engine's bits are not the policy's.
+
+    Each sync moves only the adapter, with one exception. If the policy holds the base in 4 bits, the engine's copy is
+    several times as large, so sleep mode frees it, and the next sync writes it again.
 
     Attributes:
         keeps_weights: True where the engine's base weights must stay in memory after a rollout.

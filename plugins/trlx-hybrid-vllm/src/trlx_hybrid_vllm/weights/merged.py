@@ -88,7 +88,8 @@ class MergedSync(SharedSync):
         return {names[id(module.base.weight)]: module for _, module in modules if module.layers}
 
     def note(self) -> str:
-        """Return a note, printed when the run starts, that merging rounds, and which metric tells how much is lost."""
+        """Return a note that is printed when the run starts. It says that the merged weights are rounded, and names the
+        metric for the share of the adapter that survives."""
         how = "stochastically" if self._stochastic else "to the nearest"
         return (
             f"merged: the sum of base and adapter is rounded to {self._dtype} ({how}) at each sync. {SHARE} says how "

@@ -29,13 +29,15 @@ SMALL_RATE = 1e-5  # below, an AdamW step is smaller than half the distance of m
 
 
 class SharedSync(WeightSync):
-    """Keeps the engine's memory equal to the policy's base parameters, by sharing one memory where it can.
+    """Weight sync that keeps the engine's weights equal to the policy's base parameters. Parameters share the engine's
+    memory where they can, and are copied into it otherwise.
 
     A shared parameter is a view of the engine's memory. The user's code may rebind or replace it at any time
     (`p.data = averaged`, `load_state_dict(assign=True)`). So each parameter is looked up in its module at each sync,
-    and one that left the engine's memory is copied into it. If no other tensor uses the old or the new memory, the
-    parameter then becomes a view again. If another tensor still uses the engine's memory, for instance to restore the
-    weights after an evaluation, its bits are saved before the copy and put back after the rollout.
+    and a parameter that is no longer a view is copied into the engine's memory. If no other tensor uses the old or the
+    new memory, the parameter then becomes a view again. If another tensor still uses the engine's memory, for instance
+    to restore the weights after an evaluation, the former bits are saved before the copy and put back after the
+    rollout.
 
     Args:
         alias: whether parameters may become views of the engine's memory; otherwise all are copied.
@@ -191,8 +193,8 @@ class SharedSync(WeightSync):
 
     def _changes(self, name: str, p: nn.Parameter) -> bool:
         """Return whether the policy's parameter `p`, called `name`, may change between syncs and so must be written to
-        the engine at every sync: that is so if it is trained. A subclass may add parameters, such as those that an
-        adapter is merged into."""
+        the engine at every sync. True for every trained parameter. A subclass may return True for further parameters,
+        such as weights that an adapter is merged into."""
         return p.requires_grad
 
     def _write(self, sources: dict[str, Tensor]) -> None:

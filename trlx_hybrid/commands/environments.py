@@ -34,8 +34,8 @@ It raises EOFError where there are no more answers."""
 
 
 class MistakeError(HybridError):
-    """An error for an environment that does something that training would refuse. The message says what it does, and
-    how to fix it."""
+    """An error for a fault of an environment that training would refuse. The message names the fault, and says how to
+    fix it."""
 
 
 def wrong_observation(observation: Any) -> str | None:

@@ -105,8 +105,8 @@ class Answers:
         self._shows: dict[Any, bool] = {}
 
     def shown(self, messages: Sequence[Message]) -> list[Message]:
-        """Return tool messages in a form that the template shows completely; those that it shows already stay
-        unchanged.
+        """Return tool messages in a form that the template shows completely. Messages that it already shows completely
+        are returned unchanged.
 
         A warning names each tool whose images or texts the template cannot show, once.
         """
@@ -123,8 +123,8 @@ class Answers:
         return {**message, "content": content}
 
     def _mended(self, name: str, content: list[Any]) -> Any:
-        """Convert a list that the template does not show completely: to text and image blocks if the template shows
-        those, else to one text.
+        """Return the content of a tool message in another form, if it is a list that the template does not show
+        completely: as text and image blocks if the template shows such blocks, else as one text.
 
         Args:
             name: the tool's name.
@@ -352,7 +352,7 @@ def excerpt(content: Any, characters: int) -> Any:
     and text blocks are cut; the first other item that exceeds the limit is left out, with all that follow it.
 
     Args:
-        content: a tool's result; one that is neither a text nor a list is returned as it is.
+        content: a tool's result. A result that is neither a text nor a list is returned as it is.
         characters: the largest number of characters, more than `NOTE`.
     """
     kept = characters - NOTE

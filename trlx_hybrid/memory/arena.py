@@ -96,8 +96,9 @@ class Arena:
 
     @contextlib.contextmanager
     def copies(self) -> Iterator[torch.cuda.Event | None]:
-        """Return a context for copies between device and arena: what it queues runs on `stream`, after everything
-        queued on the current stream so far. It yields the event that marks the end of the copies; None on a CPU.
+        """Return a context for copies between device and arena. Copies that are queued inside run on `stream`, after
+        all work that was queued on the current stream before. The context yields the event that marks the end of the
+        copies; None on a CPU.
 
         Copies to the host must wait for the work that computes the tensors. Copies to the device must wait, too: the
         memory just allocated for them may still be in use by queued work, since the allocator treats memory as free as

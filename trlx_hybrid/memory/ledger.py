@@ -134,8 +134,8 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def parameter_sizes(module: nn.Module) -> list[ParameterSize]:
-    """Return the sizes of a module's parameters on this rank, with the scales of quantised ones; a tied parameter comes
-    once."""
+    """Return the sizes of a module's parameters on this rank, with the scales of quantised parameters. A tied parameter
+    has a single entry."""
     return [
         ParameterSize(shape=tuple(local.shape), itemsize=local.element_size(), trainable=p.requires_grad)
         for p in module.parameters()

@@ -105,8 +105,8 @@ class TrainerMemory:
         return found
 
     def _allocated(self) -> int:
-        """Return the bytes that torch counts as allocated, less those that a sleeping vLLM engine has given back, which
-        torch still counts."""
+        """Return the bytes that are allocated on the device. torch also counts the bytes that a sleeping vLLM engine
+        has given back, so they are subtracted."""
         asleep = self.engine.asleep_bytes if self.engine is not None else 0
         return torch.cuda.memory_allocated(self.device) - asleep
 
@@ -303,8 +303,8 @@ class TrainerMemory:
         return 0 if optimizer is None else optional_state_bytes(torch_optimizer(optimizer))
 
     def capacity(self) -> int:
-        """Return the bytes that policy, gradients, optimizer and engine together may take on the device: what is free,
-        and what they hold now."""
+        """Return the bytes that policy, gradients, optimizer and engine together may take on the device: the bytes that
+        are free, and the bytes that they hold now."""
         held = self.ledger.measure()
         return self.free_bytes() + sum(n for owner, n in held.items() if owner != "other")
 
@@ -324,7 +324,7 @@ class TrainerMemory:
         return self.free_bytes() - stays
 
     def free_bytes(self) -> int:
-        """Return the bytes of the device that nobody uses, including those that torch caches for later tensors."""
+        """Return the bytes of the device that nobody uses, including the bytes that torch caches for later tensors."""
         if self.device.type != "cuda":
             return int(psutil.virtual_memory().available)
         free, _ = torch.cuda.mem_get_info(self.device)

@@ -69,7 +69,7 @@ class HybridEngine:
         train_config: instead of `train`, a mapping of accelerate's settings:
             `{"fsdp_config": {"dp_shard_size": 8, …}}`.
         enable_reshard: True selects the weight sync that sends slices of parameters from the ranks that hold them in
-            training to those that need them in the engine (`HybridConfig(weights="reshard")`); False excludes it.
+            training to the ranks that need them in the engine (`HybridConfig(weights="reshard")`); False excludes it.
         compress_reshard: whether such a weight sync casts weights before it sends them. Weights are sent in the
             engine's dtype: True sets that to `compression_dtype`, False to the model's own.
         compression_dtype: the engine's dtype, in which weights are sent; smaller than the model's, or the same.
@@ -80,7 +80,7 @@ class HybridEngine:
         mixed_precision: "bf16" or "fp16" where the loop trains an fp32 model under autocast: the engine then computes
             in that dtype. By default it is read from the accelerator.
         seed: the seed of all sampling.
-        plugins: objects with hook implementations, beside the installed ones.
+        plugins: objects with hook implementations, in addition to the installed plugins.
 
     Attributes:
         session: the live objects of the run (`trlx_hybrid.session.Session`), which hooks get, too.

@@ -60,8 +60,9 @@ class Component:
         routes: for an engine: whether its completions can name the experts of their tokens (`Completion.experts`).
         keeps: for an engine or a server: whether its completions can name the ids that tokens were sampled from
             (`Completion.support`).
-        needs: what it requires of the engine: "streams" (a rollout), "lora_slots" (a weight sync: memory in the engine
-            for the policy's adapters), or anything else that an engine knows. Engines read it before they are built.
+        needs: names of features that the engine must have: "streams" (for a rollout: single requests), "lora_slots"
+            (for a weight sync: memory in the engine for the policy's adapters), or another name that an engine knows.
+            Engines read it before they are built.
         shares_memory: for a weight sync: whether the policy's parameters become the engine's memory where they can.
         reshards: for a weight sync: whether it moves slices between the trainer's layout and the engine's; it is what
             `HybridEngine(enable_reshard=True)` selects.

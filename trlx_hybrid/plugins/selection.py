@@ -16,8 +16,8 @@ STOCK = "transformers"
 """The engine name with which TRL's own code generates."""
 
 SINGLE = "single_turn"
-"""The name of the rollout component that is used by default: it samples one completion per prompt. Runs with tools use
-one that runs conversations, if there is one."""
+"""The name of the rollout component that is used by default: it samples one completion per prompt. A run with tools
+uses a component that runs conversations, if there is one."""
 
 PLAYED = "rollout_func"
 """The reason that is shown when the run starts for a rollout component that was chosen because the trainer's
@@ -161,7 +161,7 @@ def _paths(registry: Registry, options: Mapping[str, Any]) -> list[Choice]:
     """Return the weight syncs that `auto` tries, in order.
 
     Args:
-        options: `HybridConfig.weights_options`; each weight sync gets those of the options that it knows.
+        options: `HybridConfig.weights_options`; each weight sync gets only the options that it knows.
 
     Raises:
         ConfigError: no weight sync knows one of the options.

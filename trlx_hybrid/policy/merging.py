@@ -113,7 +113,7 @@ def adapted(module: nn.Module) -> AdaptedModule | None:
 
 def adapted_modules(model: nn.Module) -> Iterator[tuple[str, AdaptedModule]]:
     """Yield (name, AdaptedModule) for each module of a model that PEFT adapts. Where several PEFT layers adapt one
-    module, the name is that of the outermost layer."""
+    module, the name of the outermost layer is taken."""
     seen: set[int] = set()
     for name, module in model.named_modules():
         found = None if id(module) in seen else adapted(module)

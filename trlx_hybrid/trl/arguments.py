@@ -53,7 +53,7 @@ def trainer_arguments(args: Any, tools: Any = None, rollout_func: Any = None) ->
 
 
 def environment_arguments(choice: Choice, given: Mapping[str, Any], trainer: type[Any]) -> dict[str, Any]:
-    """Return the trainer arguments that an environment component supplies, by name: those that the user did not pass.
+    """Return the trainer arguments that an environment component supplies and the user did not pass, by name.
 
     Args:
         choice: the environment component and its options.
@@ -167,7 +167,7 @@ def _read_by(parser: argparse.ArgumentParser) -> list[str]:
 
 
 COLDEST = 0.01
-"""The lowest sampling temperature above 0. vLLM raises lower ones to it (`vllm/sampling_params.py`)."""
+"""The lowest sampling temperature above 0. vLLM raises lower temperatures to it (`vllm/sampling_params.py`)."""
 
 
 def sampling_of(args: Any, trainer: str) -> Sampling:

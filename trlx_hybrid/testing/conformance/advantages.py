@@ -31,8 +31,8 @@ def check_advantages(trainer: Any) -> None:
         trainer: a GRPO or RLOO trainer of `trlx_hybrid` with the plugin. It need not have trained.
 
     Raises:
-        ConformanceError: the advantages are unusable for training, or not those of this rank's rows, or the plugin
-            wrote into the batch.
+        ConformanceError: the advantages are unusable for training or belong to other rows than this rank's, or the
+            plugin wrote into the batch.
     """
     plugin = trainer.session.advantages_plugin
     require(

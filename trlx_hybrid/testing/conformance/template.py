@@ -143,7 +143,7 @@ class _Template:
         )
 
     def _ids(self, messages: Sequence[Message], speak: bool = False) -> list[int]:
-        """Return the token ids of messages; with `speak`, also those that begin the model's turn."""
+        """Return the token ids of messages; with `speak`, also the token ids that begin the model's turn."""
         return cast("list[int]", self._rendered(messages, speak, tokenize=True))
 
     def _text(self, messages: Sequence[Message], speak: bool = False) -> str:

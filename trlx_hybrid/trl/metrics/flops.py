@@ -47,7 +47,7 @@ class ModelFlops:
     - N counts the weights that every token is multiplied with: no embeddings, norms or biases, and only as many
       experts as a token is routed to. A frozen weight, as in the base model under LoRA, counts 4 instead of 6: the
       forward pass and the gradient of its input.
-    - The head counts only for the tokens that are scored, which are those of completions.
+    - The head counts only for the tokens that are scored, which are the tokens of completions.
     - Attention counts its causal half, where PaLM counts all of 12·L·H·Q·T: 12·L·H·Q for each pair of a token and a
       token that it attends to, itself included.
 

@@ -94,7 +94,7 @@ def forecast(sampling: Sampling, rows: int, vocabulary: int) -> str:
 
 
 def refuse_too_many(size: int, setting: str | None) -> None:
-    """Refuse a rollout whose lists of kept ids (for each token, those that top-k, top-p and min-p left) take too much
+    """Refuse a rollout whose lists of kept ids (the ids that top-k, top-p and min-p left for each token) take too much
     host memory.
 
     Args:

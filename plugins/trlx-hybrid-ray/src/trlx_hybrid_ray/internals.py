@@ -10,8 +10,8 @@ from typing import Any
 
 LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's variable that says whether a started cluster is reachable from other machines ("1") or from this machine only
-("0"). It is named after the systems where the latter is the default, but Ray reads it on every system. An address of
-127.0.0.1 is not enough: Ray resolves it to the machine's outward address, and listens on all interfaces."""
+("0"). It is named after the systems where "0" is the default, but Ray reads it on every system. To start a cluster with
+the address 127.0.0.1 is not enough: Ray resolves it to the machine's outward address, and listens on all interfaces."""
 
 
 def reread_environment() -> None:

@@ -298,7 +298,7 @@ class Monitor:
         return {number: getattr(actor, method).remote(*arguments) for number, actor in there}
 
     def _finish(self) -> None:
-        """Have every node end the processes that are left on it, and print which ones it had to kill."""
+        """Let every node end the processes that are left on it, and print which processes it had to kill."""
         for number, left in replies(self._call("finish"), GRACE + KILL):
             node = self._nodes[number]
             if isinstance(left, Exception):

@@ -70,7 +70,7 @@ class Shards:
 
     def refuse_other_modules(self) -> None:
         """Raise an error if modules or adapters were replaced since the engine was built, because the sync's transfers
-        were planned for the earlier ones.
+        were planned for the modules and adapters of that time.
 
         Raises:
             SyncError: modules or adapters differ; names them.

@@ -112,12 +112,12 @@ _unproven: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """Names of the layers whose next call is compared with PEFT's."""
 
 _refuted: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-"""The layers that a comparison gave PEFT's forward back, with what it found."""
+"""The layers that got PEFT's forward back after a comparison, with a text on the difference that it found."""
 
 
 def apply(model: nn.Module, compare: bool = False) -> list[tuple[str, str]]:
-    """Give each of PEFT's LoRA layers in `model` the faster forward of this module, if the layer is one that this
-    module can compute.
+    """Give each of PEFT's LoRA layers in `model` the faster forward of this module, if this module can compute the
+    layer.
 
     May be called again, for instance after an adapter was added.
 

@@ -20,9 +20,9 @@ LONG_PROMPT = 400  # tokens; a longer prompt is folded away
 def as_html(recorded: Sequence[Recorded], *, title: str = "Trajectories") -> str:
     """Return a complete HTML page that shows the trajectories in the given order.
 
-    Sampled tokens are upright and coloured by their probability; a tooltip shows their log-prob. Observed tokens, the
-    ones that a tool or an environment returned, are italic, with a bar beside them. Each section also has a label in
-    words, so that the difference is kept if the page is copied as plain text.
+    Sampled tokens are upright and coloured by their probability; a tooltip shows their log-prob. Observed tokens, which
+    a tool or an environment returned, are italic, with a bar beside them. Each section also has a label in words, so
+    that the difference is kept if the page is copied as plain text.
 
     Args:
         recorded: the trajectories to show.

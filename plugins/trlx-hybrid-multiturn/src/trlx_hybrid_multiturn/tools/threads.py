@@ -1,5 +1,5 @@
-"""The base class of pools that run tools, and the pool of threads, which takes any function but cannot kill one that
-hangs."""
+"""The base class of pools that run tools, and the pool of threads. The pool of threads runs any function, but cannot
+kill a function that hangs."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ class ToolWorkers:
     """A pool of daemon threads that runs calls in the order of their submission, and gives up calls that pass their
     deadlines.
 
-    `concurrent.futures` does not do this: it joins its threads when the interpreter exits, so that one tool that hangs
-    would keep the process alive. Subclasses decide how a call is made, and what happens to one that has passed its
-    deadline.
+    `concurrent.futures` cannot be used, because it joins its threads when the interpreter exits: a single tool that
+    hangs would keep the process alive. Subclasses decide how a call is made, and what happens to a call that has passed
+    its deadline.
 
     Args:
         limit: the number of threads. They are started when there is work, and reused.

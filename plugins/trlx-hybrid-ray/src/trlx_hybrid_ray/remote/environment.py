@@ -586,7 +586,7 @@ class EnvironmentActor(PoolActor):
 
         Args:
             key: the environment's number.
-            turn: the number of the call among those that must start in order, from 0.
+            turn: the number of the call among the calls that must start in order, from 0.
         """
         with self._turning:
             self._turning.wait_for(lambda: self._turns.get(key, 0) >= turn, ORDER_SECONDS)

@@ -301,7 +301,7 @@ class Workers:
         return self.ray.put(value) if receivers > 1 and _is_large(value) else value
 
     def wait(self, answers: Sequence[Reference], seconds: float) -> set[Reference]:
-        """Wait until all answers are ready, at most for so many seconds, and return those that are ready."""
+        """Wait until all answers are ready, at most for `seconds`, and return the answers that are ready."""
         timeout = None if seconds == math.inf else seconds
         return set(self.ray.wait(list(answers), num_returns=len(answers), timeout=timeout, fetch_local=False)[0])
 
@@ -456,7 +456,7 @@ class Workers:
         return kind(text, rank=rank, method=call.rpartition(".")[2], node=node)
 
     def _failures(self, answers: Mapping[int, Reference], seconds: float) -> list[Failure]:
-        """Wait until all answers are ready, at most for so many seconds, and return the failures among those that are.
+        """Wait until all answers are ready, at most for `seconds`, and return the failures among the ready answers.
 
         Args:
             answers: Ray's references to the answers, by rank.

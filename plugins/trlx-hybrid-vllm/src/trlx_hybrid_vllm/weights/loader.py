@@ -151,7 +151,7 @@ class _Source:
     Attributes:
         name: the tensor's name in the checkpoint.
         storage: a weak reference, so that the tensor can be freed after it is loaded.
-        start, end: the index of the tensor's first element in the storage, and that of the last one plus 1.
+        start, end: the tensor's range of elements in the storage: the first index, and the last index plus 1.
     """
 
     name: str
@@ -216,7 +216,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _explained(self, func: Any, name: str, parameter: Tensor, args: Any) -> bool:
-        """Return whether an operation wrote zeros or a slice of a checkpoint tensor into the engine; record the latter.
+        """Return whether an operation wrote zeros or a slice of a checkpoint tensor into the engine. A slice is also
+        recorded as a route.
 
         Args:
             func: the ATen operation.

@@ -118,8 +118,8 @@ class LoraSync(WeightSync):
         return self._base.put_back()
 
     def forget(self) -> None:
-        """Let the next sync write the frozen base weights again. It also checks then that PEFT's LoRA layers are still
-        those for which vLLM's LoRA slots were made, and raises a SyncError if not.
+        """Let the next sync write the frozen base weights again. That sync also checks that PEFT's LoRA layers are
+        still the layers for which vLLM's LoRA slots were made, and raises a SyncError if they are not.
 
         Called when modules of the policy may have been replaced.
         """
@@ -307,7 +307,7 @@ class AdapterSlots:
             Bytes of adapter tensors read.
 
         Raises:
-            SyncError: the adapter is merged, is no longer the one the slots were made for, or has other shapes.
+            SyncError: the adapter is merged, is not the adapter that the slots were made for, or has other shapes.
         """
         if not self._same_layers:
             self._refuse_other_layers()
@@ -332,7 +332,7 @@ class AdapterSlots:
         return sum(t.numel() * t.element_size() for a, b, _ in factors for t in (a, b))
 
     def forget(self) -> None:
-        """Let the next `write` check that PEFT's LoRA layers are still those for which vLLM's LoRA slots were made.
+        """Let the next `write` check that PEFT's LoRA layers are still the layers for which vLLM's slots were made.
 
         Called when modules of the policy may have been replaced.
         """
@@ -427,7 +427,7 @@ class AdapterSlots:
     # --- the adapter's state ----------------------------------------------------------------------------------------
 
     def _refuse_other_layers(self) -> None:
-        """Check that PEFT's LoRA layers are still those for which vLLM's LoRA slots were made.
+        """Check that PEFT's LoRA layers are still the layers for which vLLM's LoRA slots were made.
 
         Raises:
             SyncError: layers were replaced, unloaded or added; the message names them.
@@ -445,7 +445,8 @@ class AdapterSlots:
         self._same_layers = True
 
     def _split(self) -> tuple[list[Slot], list[Slot]]:
-        """Return the slots of layers that apply their adapter now, and those of layers where it is disabled.
+        """Return two lists: the slots of layers that apply their adapter now, and the slots of layers whose adapter is
+        disabled.
 
         Raises:
             SyncError: the adapter is merged into some layer, or another one is active there.

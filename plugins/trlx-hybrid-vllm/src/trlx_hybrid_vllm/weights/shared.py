@@ -160,7 +160,7 @@ class SharedSync(WeightSync):
         )
 
     def sync(self) -> LoadReport:
-        """Copy to the engine all parameters that are not views of its memory; frozen ones only once.
+        """Copy to the engine all parameters that are not views of its memory. Frozen parameters are copied only once.
 
         Returns:
             Number and bytes of the tensors copied: none where all are views and nobody rebound a parameter.
@@ -245,7 +245,8 @@ class SharedSync(WeightSync):
         return {name: p for name, p in now if p.data_ptr() != self._views[name].data_ptr()}
 
     def check(self, full: bool) -> int:
-        """Check that shared parameters are still views of the engine's memory, and that copied ones have equal bits.
+        """Check that shared parameters are still views of the engine's memory, and that copied parameters have the same
+        bits as the engine's.
 
         Args:
             full: compare the bits of all copied parameters; else of a few at each call, in turn.

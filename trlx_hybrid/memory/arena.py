@@ -100,9 +100,9 @@ class Arena:
         all work that was queued on the current stream before. The context yields the event that marks the end of the
         copies; None on a CPU.
 
-        Copies to the host must wait for the work that computes the tensors. Copies to the device must wait, too: the
-        memory just allocated for them may still be in use by queued work, since the allocator treats memory as free as
-        soon as its last user on the current stream is queued.
+        Copies to the host must wait for the work that computes the tensors. Copies to the device must also wait,
+        because queued work may still use the memory that has been allocated for them. The allocator treats memory as
+        free as soon as its last user on the current stream is queued.
         """
         if self.stream is None:
             yield None

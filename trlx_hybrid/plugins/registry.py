@@ -73,7 +73,7 @@ class Component:
         proves: for a scoring: whether it compares its log-probs with TRL's on a run's first rows, and scores as TRL
             does where they differ. `auto` chooses only among scorings that do.
         options_before: for a scoring: the former defaults of options whose defaults have changed. A run gets them if it
-            resumes from a checkpoint, or replays a recording, that was made before options were stored in it.
+            resumes from a checkpoint, or replays a recording, that is so old that it does not name these options.
         plugin: name of the plugin that offered the component.
         distribution: name and version of the distribution that contains this plugin.
     """

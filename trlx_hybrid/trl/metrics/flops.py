@@ -90,9 +90,9 @@ def model_flops(policy: Policy) -> ModelFlops | None:
     """Return the FLOPs that training the policy needs per token, or None where the shapes of its weights do not
     determine them.
 
-    That is the case for images, layers that do not attend to all earlier tokens, latent attention, quantised weights,
-    FSDP1, experts that are not stacked, adapters other than LoRA of plain layers, and a partly frozen base, where the
-    FLOPs depend on which part is frozen.
+    The shapes do not determine them for images, layers that do not attend to all earlier tokens, latent attention,
+    quantised weights, FSDP1, experts that are not stacked, and adapters other than LoRA of plain layers. Nor do they
+    for a partly frozen base, because the FLOPs depend on the part that is frozen.
     """
     base, config = policy.base, policy.base.config
     heads, layers = getattr(config, "num_attention_heads", None), getattr(config, "num_hidden_layers", None)

@@ -1,10 +1,10 @@
 """Gradient checkpointing for only as many layers as memory requires.
 
 With gradient checkpointing, TRL's default, a layer keeps only its input and is computed a second time in the backward
-pass: about a quarter of the model's arithmetic. Whether a layer is recomputed changes no bit of the gradients (Chen et
-al., 2016, "Training Deep Nets with Sublinear Memory Cost"), so it is decided anew for each micro-batch, from its number
-of tokens, from the bytes per token that a layer was seen to keep, and from the memory that is free when the loss
-begins.
+pass. The second computation is about a quarter of the model's arithmetic. The gradients have the same bits whether or
+not a layer is recomputed (Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost"). So the number of
+recomputed layers is chosen anew for each micro-batch. It depends on the micro-batch's number of tokens, on the bytes
+per token that a layer was seen to keep, and on the memory that is free when the loss begins.
 
 Each layer of transformers reads its own `gradient_checkpointing` when it is called (`GradientCheckpointingLayer`).
 """

@@ -134,8 +134,8 @@ def hover(span: TokenSpan) -> str:
 
 
 def shade(logprob: float) -> int:
-    """Return the number of the colour in which a sampled token is shown: 0 for a token with a probability of at least
-    90%, up to 5 for one with less than 1% or a log-prob of NaN (the limits are in `SHADES`).
+    """Return the number of the colour in which a sampled token is shown, from 0 to 5. A token has colour 0 if its
+    probability is at least 90%, and colour 5 if it is below 1% or the log-prob is NaN. `SHADES` has all limits.
 
     Args:
         logprob: the token's log-prob, in nats.

@@ -314,7 +314,8 @@ def performed(function: Callable[[], object], catching: type[BaseException]) -> 
 
 def taking_this_device() -> Callable[[], None]:
     """Return a function that sets the calling thread's CUDA device to the device that is current now, in this thread.
-    A new thread must call it first, because otherwise it would use device 0. Without CUDA the function does nothing."""
+    A new thread must call it first, because otherwise it would use device 0. If this process does not use CUDA, the
+    function does nothing."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return lambda: None

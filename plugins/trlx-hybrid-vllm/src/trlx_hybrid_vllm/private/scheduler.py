@@ -1,13 +1,16 @@
 """A scheduler for vLLM with a short path for steps in which every running request decodes one token.
 
 For each request and step, vLLM's scheduler decides about prefill chunks, drafts, encoder inputs, connectors and blocks.
-At 256 sequences that takes longer than the GPU needs for the step. In a rollout nearly every step is a plain decode:
-a request needs a new KV block only when its last one is full, its stop conditions are a set of ids and a length, and
-the rest is counting. Prompts that arrive meanwhile, such as tool results one by one, are scheduled by vLLM's method and
-added to the decode step. All other steps go to vLLM's own methods. The short path leaves the scheduler in the state in
-which vLLM's methods would, so steps of all kinds may follow each other.
+At 256 sequences that takes longer than the GPU needs for the step. In a rollout nearly every step only decodes. Such a
+step needs few decisions: a request needs a new KV block only when its last block is full, and its stop conditions are a
+set of ids and a length. The short path makes only these decisions.
 
-This file relies on vLLM 0.31's scheduler beyond its documented interface; tests/test_scheduler.py compares the two.
+Prompts that arrive during decoding, such as tool results one by one, are scheduled by vLLM's method and added to the
+decode step. All other steps go to vLLM's own methods. The short path leaves the scheduler in the same state as vLLM's
+methods, so steps of all kinds may follow each other.
+
+This file relies on vLLM 0.31's scheduler beyond its documented interface. tests/test_scheduler.py compares the short
+path with vLLM's methods.
 """
 
 from __future__ import annotations
@@ -171,9 +174,9 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
         """Schedule one more token for every running request.
 
         Returns:
-            The step; or None, with nothing changed, where vLLM's own method must schedule it: a request still reads its
-            prompt or has a feature that only vLLM's own methods handle (images, grammars), no request needs a token, or
-            free KV blocks are too few.
+            The step; or None, with nothing changed, if vLLM's own method must schedule the step. It must do so if a
+            request still reads its prompt, if a request has a feature that only vLLM's own methods handle (images,
+            grammars), if no request needs a token, or if too few KV blocks are free.
         """
         if self.running != self._seen_running and not self._look_at_running():
             return None

@@ -23,12 +23,12 @@ class LengthReward(Algorithm):
         self._options = options
 
     def rewards(self, groups: Groups) -> Tensor:
-        """Return the rewards, changed so that each scored completion's weighted sum of rewards rises by a bonus of
-        `weight` * (1/2 - position), where `weight` is the algorithm's option.
+        """Return the rewards, changed so that each scored completion's weighted sum of rewards rises by a bonus.
 
-        The position is that of the completion's length between the group's shortest scored completion, 0, and its
-        longest, 1. A wrong completion, whose weighted sum is below the option `right`, gets no bonus above 0. Groups
-        whose scored completions are all of one length get none.
+        The bonus is `weight` * (1/2 - position), where `weight` is the algorithm's option. The position is 0 for the
+        shortest scored completion of a group and 1 for the longest, and grows linearly with the length in between.
+        A wrong completion, whose weighted sum is below the option `right`, gets no bonus above 0. Where all scored
+        completions of a group have the same length, no bonus is added.
 
         Args:
             groups: the groups, with their rewards and lengths.

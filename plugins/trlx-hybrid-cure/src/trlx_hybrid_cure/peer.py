@@ -157,9 +157,10 @@ class Peer:
 
     def _content(self, value: object) -> list[object]:
         """Return a list of one item: the content of an object whose class derives from one of Python's own data types
-        (a plain type, such as list), encoded as this type.
+        (a plain type, such as list). The content is encoded as an object of the plain type.
 
-        The list is empty if the class derives from no plain type, or if the content holds values of other types.
+        The list is empty if the class derives from no plain type, or if the content has a value that cannot be copied
+        to the other process.
         """
         for base, content in BASES.items():
             if issubclass(type(value), base):
@@ -194,8 +195,11 @@ class Peer:
 
 
 def refuse(value: object) -> NoReturn:
-    """Raise TypeError for a value that cannot be copied, because it is not of one of Python's own data types. Passed to
-    `encode` as its argument `number`, which is called for such values, where they must not be sent as numbers."""
+    """Raise TypeError for a value that cannot be copied to the other process.
+
+    This function is passed to `encode` as its argument `number` where values must be copied. `encode` calls it for each
+    value that is not of one of Python's own data types.
+    """
     raise TypeError(type(value).__name__)
 
 
@@ -227,10 +231,10 @@ def restore(old: Any, new: Any) -> None:
 
 
 def kept(old: Any, new: Any) -> Any:
-    """Return what stands for an item of a container after the other process has changed the container's copy.
+    """Return the item that a container is to hold after the other process has changed its copy of the container.
 
-    If both are mutable and of the same type, it is `old`, changed in place, so that other references to it see the
-    change; otherwise it is `new`.
+    If the items before and after the change are mutable and of the same type, this is `old`, changed in place, so that
+    other references to `old` see the change. Otherwise it is `new`.
 
     Args:
         old: the item before the change.
@@ -248,13 +252,15 @@ class Remote:
 
     The other process runs a program that must not pass a test by overriding operators. A value is called plain if it is
     of one of Python's own data types. A stand-in equals a plain value only if the object's class derives from a plain
-    type and its content, as that type, is equal. If the other process computes an operator on a stand-in and a plain
-    value, the result is a stand-in again or the operator is refused.
+    type, and the object's content, converted to the plain type, equals the value. An operator on a stand-in and a plain
+    value may be computed by the other process. If its result is an object, another stand-in is returned; if its result
+    is a plain value, the operator counts as not implemented.
 
     Args:
         peer: the connection to the other process.
         number: the number by which the other process knows the object.
-        content: a list with the object's content as a plain type; [] if its class derives from none.
+        content: a list of one item, the object's content converted to the plain type from which its class derives. The
+            list is empty if the class derives from no plain type.
     """
 
     __slots__ = ("_content", "_heard", "_number", "_peer")

@@ -57,8 +57,8 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The result of a call of a tool: exactly one of a returned value, an exception (`error`), and a loss (`lost`),
-    where neither will ever come.
+    """The result of a call of a tool: exactly one of a returned value (`value`), an exception (`error`), and a loss
+    (`lost`). A loss means that neither a value nor an exception will come.
 
     Attributes:
         value: what the tool returned; None if it did not return.
@@ -82,8 +82,8 @@ class Outcome:
 
 
 class OutOfTimeError(Exception):
-    """Raised inside a trajectory that has taken longer than the option `max_seconds`, where it waits for the engine or
-    a tool."""
+    """Raised inside a trajectory that has taken longer than the option `max_seconds`, at the point at which the
+    trajectory waits for the engine or a tool."""
 
 
 class Generate:
@@ -101,9 +101,9 @@ class CallTool:
 
     Args:
         name: name of what is called, for messages.
-        start: a function that begins the call. It is passed a function to be called with the outcome, from any thread.
-            It returns a function that abandons the call, to be called with a reason that continues the sentence "tool
-            'name' ...".
+        start: a function that begins the call. Its argument is a function that takes the call's Outcome, and that may
+            be called from any thread. It returns a function that abandons the call. The argument of the returned
+            function is a reason that continues the sentence "tool 'name' ...".
 
     Attributes:
         expires: the time of `time.monotonic()` at which the loop stops waiting by itself. This is the last resort for a
@@ -250,7 +250,7 @@ class Loop:
     def _seconds_to_wait(self) -> float:
         """Return how long to wait for a tool, in seconds: until the next deadline of a trajectory or call.
 
-        The longest is `WAIT`, or `SHARED_WAIT` where other ranks share the engine.
+        The result is at most `WAIT`, or at most `SHARED_WAIT` where other ranks share the engine.
         """
         ends = [run.expires for run in self._live]
         ends += [run.waiting_for.expires for run in self._live if isinstance(run.waiting_for, CallTool)]

@@ -31,8 +31,9 @@ class MultiTurnOptions:
             and called again. Plain methods of environments run in threads, or in the trainer's thread with
             "main". Asynchronous tools run on the trainer's event loop.
         tool_modes: where single tools run, by name; overrides `tools`.
-        max_tools: the largest number of calls that run at once in threads, and also that on the event loop, including
-            calls of environments. Further calls wait, and their time begins when they start.
+        max_tools: the largest number of calls that run at once in threads, calls of environments included. The same
+            number limits the calls that run at once on the event loop. Further calls wait, and their time begins when
+            they start.
         max_processes: the largest number of calls that run at once in processes; by default this rank's share of the
             machine's CPUs.
         max_trajectories: the largest number of trajectories in progress at once; all of them by default.
@@ -44,8 +45,8 @@ class MultiTurnOptions:
         max_turns: the largest number of turns (completions) of one trajectory; tool calls of the last turn are not
             executed.
         max_failed: share of a batch's trajectories that may break off (end by a failure, and not be trained on) before
-            the run stops; one always may, unless this is 0. A tool's own error does not break a trajectory off: the
-            model is shown the error.
+            the run stops. One trajectory may always break off, unless the share is 0. A tool's own error does not break
+            a trajectory off: the model is shown the error.
         max_hung: how many threads may hang at once, in tools that do not return, before the run stops.
         switch_interval: seconds between the interpreter's thread switches during a rollout. Shorter than Python's
             0.005, so that the thread that steps the engine waits less for tools that compute.

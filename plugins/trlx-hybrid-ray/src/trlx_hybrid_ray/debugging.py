@@ -1,8 +1,8 @@
 """Settings of Ray's two debuggers, and functions that say whether the user wants one of them.
 
 Ray's distributed debugger speaks debugpy's protocol (`RAY_DEBUG=1`, Ray's default). The other one is pdb behind a port,
-attached to with `ray debug` (`RAY_DEBUG=legacy`). They exclude each other. Where `RAY_DEBUG` is set, the user wants to
-debug.
+to which the command `ray debug` attaches (`RAY_DEBUG=legacy`). Only one of the two can be active. Where `RAY_DEBUG` is
+set, the user wants to debug.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ def patience(seconds: float) -> float:
 
 
 def variables() -> Mapping[str, str]:
-    """Return the debugger's environment variables that are set here, for an actor to stop in the same debugger. A
-    joined cluster was started without them, so its actors do not inherit them."""
+    """Return the environment variables that choose Ray's debugger, as far as they are set in this process, by name. An
+    actor that gets them stops in the same debugger. The actors of a joined cluster do not inherit them, because the
+    cluster was started without them."""
     return {name: os.environ[name] for name in (CHOICE, POST_MORTEM) if name in os.environ}
 
 

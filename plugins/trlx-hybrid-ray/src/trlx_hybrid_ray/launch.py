@@ -83,8 +83,7 @@ class Job:
         labels: the labels that the nodes must have.
         placement: the path of the `--placement` file, by which the launcher reserves resources for ranks, engines,
             rewards and environments; None where engines, rewards and environments reserve their own when they start.
-        others: the requests for resources in the placement file, except the ranks': those of engines, rewards and
-            environments.
+        others: the requests of the placement file for the resources of engines, rewards and environments.
         config_file: accelerate's config file, or None for its default one.
         settings: further arguments of `accelerate launch`.
         address: the address of the Ray cluster to join; None starts a cluster on this machine.
@@ -267,8 +266,8 @@ def _places_in(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command `launch`: connect to the cluster, launch the job and return the exit code. It is that of the rank
-    that failed first, 0 if none did, or 128 + n where the command was ended by signal n.
+    """Run the command `launch`: connect to the cluster, launch the job and return the exit code: the exit code of the
+    rank that failed first, 0 if no rank failed, or 128 + n where signal n ended the command.
 
     Raises:
         ConfigError: the options, or accelerate's settings, are invalid.
@@ -303,8 +302,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def accelerate_arguments(job: Job) -> tuple[str, tuple[str, ...]]:
-    """Return what every node gets for `accelerate launch`: the text of accelerate's config file, and the arguments that
-    are the same on all nodes.
+    """Return the settings with which every node runs `accelerate launch`: the text of accelerate's config file, and the
+    arguments that are the same on all nodes.
 
     Args:
         job: the launch.
@@ -365,8 +364,8 @@ def _check_settings(settings: tuple[str, ...]) -> None:
 
 
 def variables(job: Job, run_id: str, start: int) -> dict[str, str]:
-    """Return the environment variables for all ranks: those of this process that describe the run, and the ones that
-    this command sets.
+    """Return the environment variables that all ranks get: the variables of this process, and the variables that this
+    command sets. Variables that describe this machine, such as PATH, are left out.
 
     Args:
         job: the launch.
@@ -433,8 +432,8 @@ def launch(job: Job, config: str, arguments: tuple[str, ...], head: str) -> int:
 
 def _places(job: Job, start: int, printer: Printer, stack: ExitStack) -> list[Placement]:
     """Reserve the resources for the ranks, engines, rewards and environments of the run, and print where they are.
-    Either all are reserved or none. At a restart it tries for `start_timeout` seconds, because Ray may need a moment to
-    know what is free again, and a lost node may need time to come back.
+    Either all resources are reserved or none. At a restart, the reservation is tried again for `start_timeout` seconds:
+    Ray may need a moment to notice which resources are free again, and a lost node may need time to come back.
 
     Args:
         job: the launch, with the requests for resources.

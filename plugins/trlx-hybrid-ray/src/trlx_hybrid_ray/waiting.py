@@ -1,5 +1,5 @@
-"""Functions that wait for answers of Ray actors, with a deadline, and the types of such references and handles. Towards
-a deadline only time counts in which this process ran, not time in which it was suspended."""
+"""Functions that wait for answers of Ray actors, with a deadline, and types for Ray's references and handles. Only
+time in which this process ran counts towards a deadline, not time in which it was suspended."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Reference: TypeAlias = "ObjectRef[Any]"
 
 
 class Method(Protocol):
-    """A method of an actor, as a type for type checkers: what Ray's handle has under the method's name."""
+    """A method of an actor, as a type for type checkers: the object that an attribute of Ray's handle returns."""
 
     def remote(self, *args: object, **kwargs: object) -> Reference:
         """Call the method and return at once, with a reference to the answer."""
@@ -37,8 +37,9 @@ class RunningClock:
     """A clock that counts only the seconds in which this process ran, for deadlines on answers of other processes. Call
     `now` about once a second, or time is lost.
 
-    A process that is stopped (SIGSTOP, a suspended machine) receives nothing from other processes meanwhile, so that
-    time says nothing about them. Of the time between two calls of `now`, no more than `2 * LOOK` seconds count.
+    A process that is stopped (SIGSTOP, a suspended machine) receives nothing from other processes meanwhile. So the
+    time of the stop does not show that another process is late. Between two calls of `now`, at most `2 * LOOK` seconds
+    count.
     """
 
     def __init__(self) -> None:

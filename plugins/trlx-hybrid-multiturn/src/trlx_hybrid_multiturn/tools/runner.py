@@ -81,8 +81,9 @@ class ToolRunner:
 
     Attributes:
         usage: counters of the calls by the tool's name, since the dict was last cleared.
-        environment_methods: the methods of environments, which run in a thread or in the trainer's, never in another
-            process: by the name under which `usage` counts a method, its name in the option `tool_modes`.
+        environment_methods: a dict of the environments' methods that were called. A key is the name under which `usage`
+            counts a method. The value is the name by which the method is looked up in the option `tool_modes`. These
+            methods run in a thread of this process, never in another process.
     """
 
     def __init__(self, options: MultiTurnOptions) -> None:
@@ -363,8 +364,8 @@ def bound_to_a_thread(error: BaseException | None) -> str | None:
     """Return the message of an error that a library raised because it was called in the wrong thread; None for other
     errors.
 
-    The error's causes are examined, too. An error does not count if it passed through code that has no file: such code
-    is run by the tool, and the model may have written it. Only the file of the tool itself may be missing, as in an
+    The error's causes are examined, too. None is returned for an error that passed through code without a file: the
+    tool has executed this code, and the model may have written it. The tool's own code may have no file, as in an
     interactive session.
 
     Args:

@@ -309,8 +309,8 @@ class EarlyRemoteReward(RemoteReward):
     while others are still sampled.
 
     Attributes:
-        begins_early: True, by which a trainer of this package knows that it has to call `prepare` before a rollout, and
-            `begin` for each group that is sampled.
+        begins_early: always True. If a reward function has this attribute, a trainer of this package calls its method
+            `prepare` before a rollout, and its method `begin` for each group that is sampled.
     """
 
     begins_early = True
@@ -490,9 +490,10 @@ class RewardActor(PoolActor):
         """Store the reward function.
 
         Args:
-            loaded: the reward function, or something that makes one.
+            loaded: the reward function; or, with `makes`, a class or function that is called without arguments and
+                returns the reward function.
             name: the reward's name, for messages.
-            makes: whether `loaded()` returns the function, as a class does.
+            makes: whether to call `loaded` to get the reward function.
         """
         self._name, self._function = name, loaded() if makes else loaded
         self._runner: asyncio.Runner | None = None
@@ -566,6 +567,6 @@ class RewardActor(PoolActor):
 
 
 async def _awaited(answer: Awaitable[T]) -> T:
-    """Await `answer` and return its result. `asyncio.Runner.run` takes coroutines only; this makes one of any
-    awaitable."""
+    """Await `answer` and return its result. This function makes a coroutine of any awaitable, because
+    `asyncio.Runner.run` takes coroutines only."""
     return await answer

@@ -60,8 +60,9 @@ class ClassPlan:
         received_layers, sent_layers: the layers that this rank receives from, or sends to, each other rank, if several
             ranks hold the same data and each sends some of the layers; None for all layers.
         floor: the bytes that the rank holds after the reshard and not before it: the least that it must receive.
-        send_floor: the sum over bytes that others lack, each divided by the number of its holders. It is what the rank
-            must send if it is the only holder, and its fair share otherwise.
+        send_floor: the bytes that this rank holds and other ranks lack, added up over these ranks and divided by the
+            number of ranks that hold the same bytes. The rank must send this many bytes if it is the only holder;
+            otherwise they are its fair share.
         local: the bytes that the rank copies from what it holds itself.
         zero: the bytes of the vocabulary's padding, which are set to zero.
     """
@@ -221,8 +222,9 @@ def _received(
 
     Returns:
         The numbers of elements from each rank, int64 of shape (ranks,); the number copied from what this rank holds
-            itself; and the layers that it receives from each rank. These are None if no choice was needed: it then
-            receives from a rank all layers that the rank holds and it lacks.
+            itself; and the layers that it receives from each rank. The last value is None if no choice between holders
+            was needed. This rank then receives from each other rank all layers that the other rank holds and this rank
+            lacks.
 
     Raises:
         ConfigError: no rank holds some of the elements.
@@ -257,8 +259,8 @@ def _sent(source: Sharding, target: Sharding, rank: int, node: Ints) -> tuple[In
 
     Returns:
         The numbers of elements to each rank, int64 of shape (ranks,); this rank's fair share of the elements that must
-            be sent; and the layers that it sends to each rank. These are None if no choice was needed: it then sends to
-            a rank all layers that it holds and the rank lacks.
+            be sent; and the layers that it sends to each rank. The last value is None if no choice between holders was
+            needed. This rank then sends to each other rank all layers that this rank holds and the other rank lacks.
     """
     if not source.holds(rank):
         return np.zeros(source.world, dtype=np.int64), 0, None

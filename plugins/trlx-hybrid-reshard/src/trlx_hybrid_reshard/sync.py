@@ -56,18 +56,18 @@ class ReshardSync(WeightSync):
     """The weight path `reshard`: a way to bring the weights of an FSDP2, HSDP or DDP policy into engines with any
     tensor parallelism.
 
-    How trainer and engines shard each parameter is read once, and from it is planned which rank sends which slice to
-    whom; each sync repeats these transfers. Frozen parameters move only if the engine's weights were lost, or if the
-    parameters were written to or replaced since the last sync. The run verifies a sync without this class, by gathering
-    whole tensors.
+    The way in which trainer and engines shard each parameter is read once. From it, this class plans which rank sends
+    which slice to which rank; each sync repeats these transfers. Frozen parameters move only if the engine's weights
+    were lost, or if the parameters were written to or replaced since the last sync. The run verifies a sync without
+    this class, by gathering whole tensors.
 
     Args:
         run: the run of the trainer, which has the policy, the engine and the ranks.
         options: the user's options.
 
     Attributes:
-        prepared: the transfers of the last sync; before the first sync, those of a sync of all parameters; None before
-            `open`.
+        prepared: the transfers of the last sync. Before the first sync, the transfers of a sync of all parameters;
+            before `open`, None.
     """
 
     name = "reshard"
@@ -148,15 +148,15 @@ class ReshardSync(WeightSync):
         return None
 
     def _regions_of_engine(self, shards: Shards) -> Regions:
-        """Return where this rank's engine keeps each parameter: views of its memory, each with the index ranges of the
-        parameter that it holds.
+        """Return where this rank's engine keeps each parameter: views of the engine's memory, each with the index
+        ranges of the parameter that the view holds.
 
         Args:
             shards: this rank's shards of the trainer's parameters.
 
         Raises:
-            EngineError, ConfigError: weights cannot be written to the engine, or read from the trainer's shards; says
-                why.
+            EngineError, ConfigError: weights cannot be written to the engine, or read from the trainer's shards; the
+                message says why.
         """
         engine = self._run.live_engine
         regions: Regions = engine.regions(self._run.policy)
@@ -247,8 +247,8 @@ class ReshardSync(WeightSync):
         self._synced = False
 
     def _agreed(self, everything: bool) -> PreparedPlan:
-        """Return the transfers of this sync, once all ranks have come and have the same weight version and the same
-        transfers planned.
+        """Return the transfers of this sync. Before that, wait for all ranks, and check that they have the same weight
+        version and have planned the same transfers.
 
         Args:
             everything: whether this rank must move all parameters, frozen ones included. If one rank must, all ranks

@@ -139,16 +139,17 @@ def attention(
 
 
 class WholeRows(NamedTuple):
-    """Indices that put keys or values of packed rows together as those of whole rows, with shared prompts copied, in
-    one operation for each.
+    """Indices by which one operation copies the keys (or the values) of packed rows to whole rows. In whole rows, each
+    row has its own copy of a prompt that it shares with others.
 
     Attributes:
         lengths: the number of tokens of each whole row; M in all.
         sources: (M,) int64, for each token of the whole rows its place in the packed sequence of N tokens.
         own: (N,) int64, for each token of the sequence its place in the whole row that it stands in.
         shared: (S,) int64, the places in the sequence of the tokens that are copied.
-        copies: (n, S) int64, for each of these its places in the rows that share it; 0 where there are fewer than n.
-        missing: (n, S) bool, True where `copies` names no place; None where that is nowhere.
+        copies: (n, S) int64, for each token of `shared` its places in the whole rows that share it; 0 where fewer than
+            n rows share it.
+        missing: (n, S) bool, True where `copies` names no place; None if `copies` names a place everywhere.
     """
 
     lengths: tuple[int, ...]
@@ -177,8 +178,9 @@ class Room(NamedTuple):
 def whole_rows(
     segments: tuple[int, ...], prefixes: tuple[tuple[int, int], ...], device: torch.device, room: Room | None = None
 ) -> WholeRows | None:
-    """Return the indices for segments with these prefixes (see `attention`); None where no segment has a prefix and no
-    room is to be filled. All layers of a forward pass use the same ones, so the last results are kept.
+    """Return the indices that copy packed rows with these segments and prefixes (see `attention`) to whole rows; None
+    where no segment has a prefix and no room is given. All layers of a forward pass use the same indices, so the last
+    results are kept.
 
     Args:
         device: where the indices are needed.
@@ -222,7 +224,8 @@ def whole_rows(
 
 
 def whole(packed: Tensor, rows: WholeRows | None, dim: int) -> Tensor:
-    """Return keys or values of whole rows, from those of packed rows; the same tensor where no row shares a prompt.
+    """Return the keys or values of packed rows as whole rows, in which each row has its own copy of a shared prompt.
+    Where no row shares a prompt, return the same tensor.
 
     Args:
         packed: keys or values of the N tokens of the packed sequence.
@@ -236,8 +239,8 @@ def whole(packed: Tensor, rows: WholeRows | None, dim: int) -> Tensor:
 
 
 class _Whole(torch.autograd.Function):
-    """Keys or values of whole rows, from those of packed rows. The gradients of a prompt's copies are summed in one
-    operation: always in the same order, and rounded once."""
+    """The autograd function of `whole`, which copies keys or values of packed rows to whole rows. Its backward pass
+    sums the gradients of a prompt's copies in one operation: always in the same order, and rounded once."""
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor, rows: WholeRows, dim: int) -> Tensor:

@@ -13,7 +13,8 @@ class TrainingOptions:
 
     Attributes:
         lora_layers: let plain LoRA layers read and write their input and output fewer times, which is faster, see
-            `trlx_hybrid_training.lora`. True: in any run. False: in none. None: where `scoring="packed"` says so.
+            `trlx_hybrid_training.lora`. True: in any run. False: in no run. None: in runs with `scoring="packed"`
+            whose option `lora_layers` is on.
     """
 
     lora_layers: bool | None = None
@@ -25,18 +26,19 @@ class PackedOptions:
 
     Attributes:
         packing: score the rows of a micro-batch as one sequence of real tokens, where the model can be packed.
-        deferred: take TRL's old log-probs from the first forward pass of the loss, instead of from a forward pass of
-            their own, where that pass still runs with the weights that the rollout was sampled with.
-        balanced: choose which rows share a micro-batch of an optimizer step: so that micro-batches have equally many
-            tokens, or that rows with the same prompt are together. Done where rows are packed and the gradient does not
-            depend on this choice.
+        deferred: take TRL's old log-probs from the first forward pass of the loss, where this pass still runs with the
+            weights that sampled the rollout. Elsewhere, the old log-probs get a forward pass of their own.
+        balanced: choose which rows share a micro-batch of an optimizer step: so that micro-batches have nearly equal
+            numbers of tokens, or so that rows with the same prompt are together. Done where rows are packed and the
+            gradient does not depend on this choice.
         shared_prompts: compute a prompt once for all rows of a micro-batch that have it, where rows are packed and this
             brings their token count below nine tenths.
         adaptive_checkpointing: where the trainer's `gradient_checkpointing` is on, recompute only as many layers as
             memory requires, see `trlx_hybrid_training.recomputation`.
         joined: with `adaptive_checkpointing`, and where rows are packed: compute several micro-batches of an optimizer
             step in one forward and one backward pass, as many as memory holds without recomputing a layer. TRL's losses
-            and metrics stay those of single micro-batches. None: where the two others are on.
+            and metrics stay those of single micro-batches. None: where `adaptive_checkpointing`
+            is on and rows are packed.
         lora_layers: let plain LoRA layers read and write their input and output fewer times, see
             `trlx_hybrid_training.lora`. Each layer's first call is compared with PEFT's, and the layer stays PEFT's
             where they differ.

@@ -76,9 +76,9 @@ class Sizes:
 class Pack:
     """A sequence of N tokens that contains b rows (prompt and completion) without their padding, one after the other.
 
-    A prompt that several rows have stands in it once, except for its last token. The first row with such a prompt is
-    whole. The others begin at their prompt's last token: each row needs its own, because its label is the first token
-    of the row's completion.
+    A prompt that several rows have stands in the sequence once, except for its last token. The first row with such a
+    prompt is whole. The other rows begin at the prompt's last token: each row needs its own copy of this token, because
+    the token's label is the first token of the row's completion.
 
     Attributes:
         input_ids: (1, N) int64.
@@ -86,8 +86,8 @@ class Pack:
         labels: (1, N) int64, the token that follows, if it belongs to a completion; else `IGNORED`.
         lengths: the number of tokens of each row.
         segments: for each row, how many of its tokens stand in the sequence; N in all.
-        prefixes: for each row, the number of the row that holds its other tokens, and how many these are: the row
-            itself and 0 if it is whole.
+        prefixes: for each row, the number of the row in which its other tokens stand, and the number of these tokens.
+            For a whole row, its own number and 0.
         ends: (b + 1,) int32, the cumulative sum of `segments`, from 0.
         whole_ends: (b + 1,) int32, the cumulative sum of `lengths`, from 0.
         places: (N,) int64, for each token of the sequence its index in the padded rows, (b, width), flattened.
@@ -284,7 +284,8 @@ def _refused_layers(model: PreTrainedModel, config: PretrainedConfig) -> str | N
 
 
 def attention_name(session: Run) -> str:
-    """Return the name of what computes the attention of packed rows, for a line that is printed when the run starts."""
+    """Return a name of the implementation that computes the attention of packed rows. The name is for a line that is
+    printed when the run starts."""
     name = loaded_with(session.policy.base)
     if name != "sdpa":
         return name

@@ -102,10 +102,10 @@ class Packed(Scoring):
 
     def micro_batches(self, prompts: Tensor, tokens: Sequence[int], count: int) -> list[list[int]]:
         """Split the rows of an optimizer step into `count` micro-batches of equally many rows. Returns the row numbers
-        of each.
+        of each micro-batch.
 
-        Where rows share prompts, the split computes few tokens in all; else the micro-batches' token counts are nearly
-        equal.
+        Where packed rows may share prompts, rows with the same prompt are put together, so that fewer tokens must be
+        computed. Otherwise the micro-batches have nearly equal numbers of tokens.
 
         Args:
             prompts: (B, P) token ids of each row's prompt, -1 where there is no token.
@@ -127,15 +127,16 @@ class Packed(Scoring):
         return self.recomputation.joined(tokens)
 
     def state(self) -> Mapping[str, Any]:
-        """Return whether micro-batches share passes, how many bytes a layer was seen to keep, by the number of tokens,
-        and the sizes of CUDA graphs. A resumed run then computes the passes that it would have computed without the
-        interruption."""
+        """Return the state for a checkpoint: whether micro-batches may share passes (`joins`), the measured bytes that
+        a layer keeps for the backward pass, by the number of tokens, and the sizes of CUDA graphs. With it, a resumed
+        run computes the passes that it would have computed without the interruption."""
         seen = {} if self.recomputation is None else self.recomputation.layer_bytes.seen
         graphs = [] if self._graphs is None else self._graphs.state()
         return {"joins": self.joins, "layer_bytes": seen, "graphs": graphs}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned. The first rows are compared all the same."""
+        """Restore the data that `state` returned. The resumed run still compares packed and padded log-probs of its
+        first rows."""
         self.joins = self._joins and bool(state.get("joins"))
         if self.recomputation is not None:
             for tokens, bytes_ in state.get("layer_bytes", {}).items():

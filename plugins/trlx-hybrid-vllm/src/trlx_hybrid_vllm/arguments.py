@@ -62,7 +62,7 @@ def refuses(policy: Policy, world: int, options: VLLMOptions, slots: bool = True
     """Return why vLLM cannot serve this model with these options, and what to change; None where it can.
 
     Args:
-        world: the number of processes, which must be a multiple of those of one engine.
+        world: the number of training processes, which must be a multiple of the number of processes of one engine.
         slots: whether a weight sync can write LoRA adapters into the engine; False for engines in other processes.
     """
     model = policy.base
@@ -283,9 +283,9 @@ def _records_prompts(session: Session, options: VLLMOptions, dtype: torch.dtype)
     """Return whether to capture CUDA graphs of steps that read prompts.
 
     True where the rollout adds requests one by one while others decode, and vLLM can capture such steps. It can with
-    FlashAttention 3, which vLLM takes on Hopper for models whose layers have attention only. With other attention vLLM
-    refuses to (chunked attention), or would compile for whole graphs and then capture none of a step that reads
-    prompts.
+    FlashAttention 3, which vLLM takes on Hopper for models whose layers have attention only. With chunked attention,
+    vLLM refuses to capture them. With other attention, vLLM would compile the model for whole graphs, and then capture
+    no graph of a step that reads prompts.
     """
     from vllm.platforms import current_platform
 
@@ -330,8 +330,9 @@ def context_length(session: Session, options: VLLMOptions) -> int:
 def _batched_tokens(session: Session, options: VLLMOptions, whole_prompts: bool) -> int:
     """Return `max_num_batched_tokens` for vLLM, the largest number of tokens of one step.
 
-    This is the option's number, but at least one token for each sequence, so that all can decode in one step, and at
-    most what all sequences of full length have: beyond it, vLLM's GPU profiling run would read past its block tables.
+    The result is the option's number, within two limits. It is at least one token for each sequence, so that all
+    sequences can decode in one step. It is at most the number of tokens of all sequences at full length: with more
+    tokens, vLLM's GPU profiling run would read past its block tables.
 
     Args:
         whole_prompts: whether prompts are never read in parts. Then the result is at least the longest sequence.
@@ -469,14 +470,14 @@ def largest_rank(layers: dict[str, LoraLayer]) -> int:
 def _memory(session: Session, options: VLLMOptions, dtype: torch.dtype, cpu: bool) -> dict[str, Any]:
     """Return vLLM's arguments for the size of the KV cache, and make room on the device to build the engine.
 
-    The size is that of the options, in bytes or as a share of the GPU. Without either, an engine with sleep mode gets
-    what is free during rollouts according to the session's memory ledger, up to what `max_num_seqs` sequences of full
-    length can fill: more would be mapped at each rollout and never used. An engine that does not sleep gets a fixed
-    share of the GPU, and one on a CPU at most 4 GiB.
+    The options may give the size, in bytes or as a share of the GPU. Otherwise, an engine with sleep mode gets the
+    memory that is free during rollouts according to the session's memory ledger. It gets no more than `max_num_seqs`
+    sequences of full length can fill: a larger cache would be mapped at each rollout and never used. An engine that
+    does not sleep gets a fixed share of the GPU. An engine on a CPU gets at most 4 GiB.
 
     To make room, the trainer's tensors that are offloaded during rollouts are moved to host memory before the engine is
-    built. So is the policy, if vLLM is to fill a share of the GPU and the policy's parameters will become views of the
-    engine's memory. Thus nothing is held twice.
+    built. The policy is moved as well, if vLLM is to fill a share of the GPU and the policy's parameters will become
+    views of the engine's memory. Thus no weights are held twice.
 
     Raises:
         MemoryPlanError: the engine cannot fit beside the trainer.
@@ -512,10 +513,11 @@ def _memory(session: Session, options: VLLMOptions, dtype: torch.dtype, cpu: boo
 def kv_cache_bytes(session: Session, options: VLLMOptions, dtype: torch.dtype, least: bool = False) -> int:
     """Return the bytes of KV cache that `max_num_seqs` sequences (256 if not given) of full length fill on one rank.
 
-    The number comes from the model's config. With pipeline stages, it is that of the stage with the largest cache.
+    The number comes from the model's config. With pipeline stages, the result is for the stage with the largest cache.
 
     Args:
-        least: return a lower bound instead: what one sequence fills, in layers that surely cache keys and values.
+        least: return a lower bound instead: the bytes that one sequence fills, in layers that certainly cache keys and
+            values.
     """
     config = session.policy.base.config
     text = config.get_text_config()

@@ -48,8 +48,8 @@ class Forecast:
 
     @property
     def seconds(self) -> float:
-        """The estimated time of the sync in seconds: that of the busiest link of all ranks, without latencies and
-        packing."""
+        """The estimated time of the sync in seconds: the time of the busiest link of all ranks, without latencies and
+        without packing."""
         return float(max(rank["seconds"] for rank in self.ranks))
 
     @property

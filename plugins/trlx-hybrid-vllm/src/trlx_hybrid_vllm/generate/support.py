@@ -33,7 +33,8 @@ class KeptIds:
 
     Args:
         vocabulary: the size of the vocabulary that vLLM samples from.
-        name: turns vLLM's internal id of a request into the name by which `take` asks for it; by default the id itself.
+        name: converts vLLM's internal id of a request to the name that `take` gets as its `request_id`; by default the
+            id itself.
 
     Attributes:
         forbidden: ids that a logit bias forbids; vLLM returns them among the others, and they are left out here.
@@ -102,7 +103,8 @@ class CapturedIds(KeptIds):
     Args:
         runner: vLLM's model runner, in this process.
         vocabulary: the size of the vocabulary that vLLM samples from.
-        name: turns vLLM's internal id of a request into the name by which `take` asks for it; by default the id itself.
+        name: converts vLLM's internal id of a request to the name that `take` gets as its `request_id`; by default the
+            id itself.
     """
 
     def __init__(self, runner: Any, vocabulary: int, name: Callable[[str], str] = str) -> None:

@@ -264,10 +264,17 @@ class PlainExperts(CPUUnquantizedExperts):  # type: ignore[misc]
 
 
 def gated(activation: MoEActivation, hidden: Tensor) -> Tensor:
-    """Apply an expert's gated activation between its two products, (tokens, 2 * width) to (tokens, width).
+    """Apply the gated activation between the two matrix products of an expert.
+
+    Args:
+        activation: the activation's kind.
+        hidden: the result of the first product, (tokens, 2 * width).
+
+    Returns:
+        The input of the second product, (tokens, width).
 
     Raises:
-        NotImplementedError: for an activation that vLLM's own CPU kernel does not have either.
+        NotImplementedError: the activation is another one, which vLLM's own CPU kernel does not have either.
     """
     if activation == MoEActivation.SWIGLUOAI:  # gpt-oss: columns of gate and up alternate
         gate, up = hidden[..., ::2].clamp(max=7.0), hidden[..., 1::2].clamp(-7.0, 7.0)

@@ -109,7 +109,9 @@ def forget_images(llm: LLM) -> None:
 
 
 def drain(llm: LLM, steps: int = 16) -> None:
-    """Run the engine core until no step is in flight, since one or two still are when the last request has finished.
+    """Run the engine core until no step is in flight.
+
+    One or two steps are still in flight when the last request has finished.
 
     Args:
         steps: how many steps to run at most.

@@ -223,8 +223,9 @@ class SamplingGraphs:
 
         May be called only before the engine has served a request.
 
-        For each row, the difference is that of the log-probs, plus how far the sampled token's logit is below the
-        largest. The rows have random hidden states and are marked as padding, so they are sampled at temperature 0.
+        For each row, the difference is a sum of two: the difference of the sampled token's log-probs, and how far the
+        token's logit is below the largest logit. The rows have random hidden states and are marked as padding, so they
+        are sampled at temperature 0.
         """
         from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
@@ -304,7 +305,8 @@ class SamplingGraphs:
 
 
 def capturing(device: torch.device) -> Capture:
-    """Return a function that captures what a function launches on this device in a CUDA graph, and returns the replay.
+    """Return a function that captures CUDA graphs on this device. Its argument is a function: the kernels that this
+    function launches are captured. Its result is a function that replays the graph.
 
     The graphs share one memory pool, since they never run at the same time. Each function is run once before the
     capture, on the stream of the capture, whose cuBLAS workspace the graphs keep.

@@ -85,14 +85,14 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 @contextmanager
 def without_ranks(scheduler: Scheduler, device: torch.device) -> Iterator[None]:
-    """Let vLLM's sampler compute the log-probs of sampled tokens with this module's kernels.
+    """Return a context in which vLLM's sampler computes the log-probs of sampled tokens with this module's kernels.
 
     The tokens' ranks by probability are not computed: the output has the tokens' ids in their place. Where more than
     the sampled tokens' log-probs is asked for, vLLM's own kernels run. Nothing changes on a CPU, with vLLM's older
     model runner, or where a first comparison shows that the kernels' values differ from vLLM's.
 
     Args:
-        scheduler: the scheduler of the engine that runs inside.
+        scheduler: the scheduler of the engine that runs inside the context.
         device: the engine's device.
     """
     if device.type != "cuda" or not getattr(scheduler, "use_v2_model_runner", False) or not equal_to_vllm(device):

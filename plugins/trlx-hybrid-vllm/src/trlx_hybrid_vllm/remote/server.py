@@ -166,7 +166,7 @@ class VLLMServer:
         """Build vLLM's engine and start its core. This blocks the event loop: there is nothing else to do yet.
 
         Raises:
-            EngineError: vLLM could not build the engine, or cannot use the NCCL that its weights are to come by.
+            EngineError: vLLM could not build the engine, or cannot use NCCL, by which the engine is to get its weights.
         """
         os.environ.update(self._plan.environment)
         from vllm.engine.arg_utils import AsyncEngineArgs

@@ -259,7 +259,8 @@ def _continued(run: PlacedBox, piece: PlacedBox, d: int) -> PlacedBox | None:
 
 
 def _with(values: tuple[Any, ...], d: int, *instead: Any) -> tuple[Any, ...]:
-    """Return a copy of a tuple with the value at index `d` replaced by those of `instead`, or removed without any."""
+    """Return a copy of a tuple in which the values `instead` replace the value at index `d`. If there are none, the
+    value is left out."""
     return (*values[:d], *instead, *values[d + 1 :])
 
 

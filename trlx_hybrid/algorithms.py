@@ -81,8 +81,8 @@ class Algorithms:
 
     @functools.cached_property
     def judges(self) -> bool:
-        """True where an algorithm observes or replaces rewards or advantages, so that it needs a batch's rewards for
-        more than to choose the groups that are kept."""
+        """True where an algorithm observes or replaces rewards or advantages. It then needs the rewards of every batch,
+        even if no groups are chosen by them."""
         return any(self._having(method) for method in ("observe", "rewards", "advantages"))
 
     @property
@@ -99,7 +99,7 @@ class Algorithms:
 
     def draw(self, count: int, size: int) -> list[int] | None:
         """Return `count` row numbers of a dataset of `size` rows, as an algorithm has chosen them. None where no
-        algorithm chooses prompts, or the one that does leaves the choice to the run.
+        algorithm chooses prompts, or where the algorithm leaves the choice to the run.
 
         Raises:
             ComponentError: the algorithm returned something else, or not the same on all ranks.

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `trlx-hybrid` and return the exit status.
 
     Args:
-        arguments: the words after the program's name; by default those of this process.
+        arguments: the words after the program's name; by default the words with which this process was started.
     """
     parser = argparse.ArgumentParser(
         prog="trlx-hybrid",

@@ -53,8 +53,8 @@ class Dialogue:
         run_tools: the synchronous tools of all rows of the run by name, including those of other rows' environments.
         images: images of the prompt, or None.
         first: the completion of the first turn, where it is sampled already.
-        event_loop: the loop that runs asynchronous tools: the trainer's, so that clients they share with its reward
-            functions keep working. None where it has none.
+        event_loop: the loop that runs asynchronous tools. It is the trainer's own, because a client that tools share
+            with reward functions works in one loop only. None where the trainer has no event loop.
         environment: the environment whose methods are among the tools, or None.
         discard: a function to call if a call of the environment never returned, so that no other row uses the
             environment.

@@ -110,8 +110,8 @@ class Run(Protocol):
 
     @property
     def header_lines(self) -> list[str]:
-        """The lines that rank 0 printed when the run started: its components, why they were chosen, its memory; empty
-        before."""
+        """The lines that rank 0 printed when the run started: its components, why they were chosen, its memory. Empty
+        until they are printed."""
 
     @property
     def held_bytes(self) -> Mapping[Phase, Mapping[str, int]]:
@@ -268,8 +268,8 @@ class Engine(Protocol):
         """
 
     def wake(self, what: str) -> None:
-        """Take device memory again after `sleep`: with `what` "weights" that of the weights, before a weight sync; with
-        "kv_cache" that of the KV cache, before generating."""
+        """Take device memory again after `sleep`: the memory of the weights if `what` is "weights", before a weight
+        sync; the memory of the KV cache if `what` is "kv_cache", before generating."""
 
     def resident(self, what: str) -> list[Tensor]:
         """Return the tensors of the "weights" or of the "kv_cache", as `what` says, that occupy device memory now. The

@@ -57,8 +57,8 @@ def generate(session: Session, inputs: Tensor | None = None, generation_config: 
     """Generate as transformers' `generate` does, with completions sampled by the engine.
 
     The arguments, `generation_config` and the model's own config set the sampling, in this order of precedence. Where
-    none of them sets `do_sample`, decoding is greedy, as in transformers. `HybridEngine(sampling=...)` is for
-    `engine.generate`. Draws depend on the run's seed, not on torch's generators.
+    none of them sets `do_sample`, decoding is greedy, as in transformers. `HybridEngine(sampling=...)` has
+    no effect here, only on `engine.generate`. Draws depend on the run's seed, not on torch's generators.
 
     Args:
         inputs: (B, P) int64, may be passed as `input_ids`; prompts padded on the left.

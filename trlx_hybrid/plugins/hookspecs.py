@@ -145,6 +145,6 @@ def trlx_doctor(options: Any) -> Iterable[Finding] | None:
     Called once by `trlx-hybrid doctor`, before it prints: raise a `ConfigError` for invalid options. `options` are its
     parsed arguments; a plugin adds its own options in `trlx_command`:
     `commands.choices["doctor"].add_argument("--mine")`. Run checks that take long only with such an option.
-    Return findings, or None to add nothing. They are printed after the command's own checks; those of a generator are
-    printed as they come.
+    Return findings, or None to add nothing. They are printed after the command's own checks. If this hook is a
+    generator, each finding is printed as soon as it is yielded.
     """

@@ -84,8 +84,8 @@ class Chosen:
 
     @classmethod
     def of(cls, config: HybridConfig | Mapping[str, Any] | None, plugins: Sequence[object]) -> Chosen:
-        """Return an object with a run's settings and its loaded plugins, the installed ones and those given. `choose`
-        adds the components.
+        """Return an object with a run's settings and its loaded plugins: the installed plugins and the given ones.
+        `choose` adds the components later.
 
         Args:
             config: the run's settings, a mapping of them, or None for the defaults.

@@ -147,8 +147,8 @@ class HybridTrainer(Base):
 
     @property
     def use_vllm(self) -> bool:
-        """True where an engine generates, rather than transformers. If the engine is this package's, it is False while
-        TRL's `__init__` runs, so that TRL builds none. In a replay, it says whether an engine generated when the run
+        """True where an engine generates, rather than transformers. With an engine of this package, False while TRL's
+        `__init__` runs, so that TRL builds no engine. In a replay, this says whether an engine generated when the run
         was recorded, since TRL's loss corrects for the engine."""
         chosen, attached = self.__dict__.get("_chosen"), "session" in self.__dict__
         if chosen is None:
@@ -192,8 +192,8 @@ class HybridTrainer(Base):
             run.window.joined = None
 
     def _after_evaluation(self) -> None:
-        """Make accelerate prepare the model for training even if an evaluation has prepared it before: that was without
-        DDP, so each rank would train on its own.
+        """Make accelerate prepare the model for training even if an evaluation has prepared it before. The evaluation
+        leaves out DDP, and without DDP each rank would train on its own.
 
         Raises:
             ConfigError: the evaluation made a DeepSpeed engine without an optimizer.
@@ -535,7 +535,8 @@ class HybridTrainer(Base):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save optimizer and scheduler as transformers does. With FSDP, transformers' method also saves the model's
-        shards, but only those of the first active adapter; this override saves those of the other ones, too."""
+        shards, but only the first active adapter's; this override also saves the shards of the other active
+        adapters."""
         meets = self.is_fsdp_enabled or self.is_deepspeed_enabled  # ranks meet within this write
         with self._running.checkpoints.held(meets), all_adapters(self, save_fsdp_model, self.model, output_dir):
             super()._save_optimizer_and_scheduler(output_dir)
@@ -572,7 +573,7 @@ class HybridTrainer(Base):
 
     def _load_best_model(self) -> None:
         """Load the best model at the end of training as transformers does. Of a PEFT model, load all adapters:
-        transformers finds only "default", and loads one of several."""
+        transformers looks only for the adapter "default", and loads only one of several adapters."""
         model, best = self.model, self.state.best_model_checkpoint
         with adapters_kept(model), all_adapters(self, load_fsdp_model, model, best):
             apart = self.is_fsdp_enabled or self.is_deepspeed_enabled

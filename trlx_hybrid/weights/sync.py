@@ -289,8 +289,8 @@ class WeightVersions:
 
 
 def choose(selection: Selection, build: Callable[[Choice], WeightSync]) -> tuple[WeightSync, str]:
-    """Return the run's weight sync and the reason for the choice. It is the one that the user named; else the first of
-    those that "auto" tries, in order, that can serve this run.
+    """Return the run's weight sync and the reason for the choice. A weight sync that the user named is taken. Otherwise
+    "auto" tries all weight syncs in order, and the first that can serve this run is taken.
 
     Args:
         selection: the components that were chosen for the run, with the weight syncs to try.

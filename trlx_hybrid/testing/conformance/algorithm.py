@@ -34,7 +34,8 @@ def check_algorithm(trainer: Trainer, *, per_token: bool = False) -> None:
     Args:
         trainer: a GRPO trainer of `trlx_hybrid` with `HybridConfig.algorithm`. It need not have trained.
         per_token: whether to compute the terms of the loss also with advantages of shape (B, C), one for each token.
-            TRL's own have the shape (B,); its loss takes both, and subclasses of its trainers may have the other.
+            TRL's own advantages have the shape (B,). TRL's loss takes both shapes, so a subclass of TRL's trainer may
+            have advantages of shape (B, C).
 
     Raises:
         ConformanceError: a result is unusable, depends on something else than the calls, or differs after the state was
@@ -72,8 +73,8 @@ def _answers(algorithms: Algorithms, names: str, per_token: bool) -> list[object
     Args:
         algorithms: a run's algorithms, called as one.
         names: their names, for messages.
-        per_token: whether to compute the loss also with advantages of shape (B, C), one for each token, and require the
-            result of those of shape (B,).
+        per_token: whether to compute the loss also with advantages of shape (B, C), one for each token. Each row's
+            advantage is repeated for its tokens, and the loss must be the same as with the shape (B,).
     """
     found: list[object] = []
     for rewards in (torch.linspace(0.0, 1.0, GROUPS * SIZE * FUNCTIONS).view(GROUPS, SIZE, FUNCTIONS), _torn()):
@@ -155,8 +156,8 @@ def _loss(algorithms: Algorithms, names: str, batch: dict[str, Tensor]) -> float
 def _torn() -> Tensor:
     """Return rewards of shape (groups, completions, functions) of which some are NaN, that is, missing.
 
-    In the first group all rewards are equal, in the second one completion has none, in the third all are missing, and
-    in the fourth those of one function are.
+    In the first group all rewards are equal. In the second group all rewards of one completion are missing. In the
+    third group all rewards are missing. In the fourth group all rewards of one function are missing.
     """
     rewards = torch.rand(GROUPS, SIZE, FUNCTIONS, generator=torch.Generator().manual_seed(0))
     rewards[0] = 1.0

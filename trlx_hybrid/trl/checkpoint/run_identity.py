@@ -74,8 +74,8 @@ def read_identity(output_dir: Path) -> RunIdentity | None:
 
 
 def write_identity(output_dir: Path, identity: RunIdentity) -> None:
-    """Write a run's identity into its output folder, as `trlx_hybrid_run.json`. If two processes write at once, the
-    later file stays, complete.
+    """Write a run's identity into its output folder, as `trlx_hybrid_run.json`. If two processes write at once, one
+    of the two files replaces the other whole.
 
     Raises:
         ConfigError: the folder cannot be written to.

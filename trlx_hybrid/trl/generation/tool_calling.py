@@ -355,8 +355,8 @@ def _rendered(trainer: SimpleNamespace, tokenizer: Any, messages: list[dict[str,
 
 @dataclass(frozen=True, slots=True)
 class _Opening:
-    """The text and ids of a conversation up to and including the token that ends its last turn, before any tool
-    answers."""
+    """The beginning of a conversation, up to and including the token that ends the turn which calls a tool: its text
+    and its ids. The tool's answers are not part of it."""
 
     text: str
     ids: list[int]

@@ -25,8 +25,8 @@ class SessionMetrics:
         self.begin()
 
     def begin(self) -> None:
-        """Take the present `session.metrics` as the ones to log, those of the trainer's last rollout. A rollout of a
-        script or a callback gets another dict, which is not logged."""
+        """Keep the present `session.metrics`, the metrics of the trainer's last rollout, for `log`. A later rollout of
+        a script or a callback has another dict as `session.metrics`, which is not logged."""
         self._logged: dict[str, Any] = {}
         self._to_log = self._session.metrics
 

@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 
 class _Position:
     """An object that says which batch of the run TRL asks for (the optimizer step, and the batch's number within it),
-    and identifies this rank's weights by digests. Both are recorded with a batch. A replay finds the batch by the
-    first, and checks with the second that its weights are those that the batch was recorded with.
+    and identifies this rank's weights by digests. Both are recorded with a batch. A replay finds the batch by its
+    position in the run, and checks by the digests that its weights are the weights with which the batch was recorded.
 
     Args:
         session: the live objects of the run.
@@ -53,8 +53,9 @@ class _Position:
         self._evaluated: Counter[int] = Counter()  # batches of the evaluation after so many steps
 
     def next(self, trainer: StockTrainer, place: tuple[int, int]) -> tuple[str, int, int]:
-        """Return which batch TRL asks for now, as (kind, step, number): kind is "train" or "eval", step the optimizer
-        step, number that of the micro-batch within the step or, in an evaluation, that of the evaluation's batch.
+        """Return which batch TRL asks for now, as (kind, step, number). The kind is "train" or "eval", the step is the
+        number of the optimizer step. The number counts the micro-batches within the step or, in an evaluation, the
+        batches of the evaluation.
 
         Args:
             place: in training, the optimizer step that runs and how many of its micro-batches are done; not used in an

@@ -88,8 +88,8 @@ def log_as_drawn(
 
 def end_micro_batch(trainer: StockTrainer, run: RunState) -> None:
     """End a micro-batch's `training_step`. After the last of several micro-batches that share a forward pass, run their
-    shared backward pass. If no shared pass is open and a row was noted for it, score this row alone, to measure how
-    its log-probs depend on the other rows. Collective.
+    shared backward pass. If no shared pass is open and a micro-batch was noted in `window.to_measure`, score its
+    first row alone, to measure how the row's log-probs depend on the other rows. Collective.
 
     Raises:
         ComponentError: an algorithm's term was not added to the loss, since a user's class computes the loss.

@@ -99,8 +99,9 @@ def as_drawn(micro_batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def replace_last(metrics: Mapping[str, list[float]], lengths: Mapping[str, int], count: int) -> None:
-    """Remove from TRL's metrics what the losses of regrouped micro-batches logged, once the losses of the micro-batches
-    that TRL drew have logged their values behind it. A metric to which these added nothing stays as it is.
+    """Remove from TRL's metrics the values that the losses of regrouped micro-batches have logged. Called after the
+    losses of the micro-batches that TRL drew have appended their own values. A metric to which the latter losses have
+    appended nothing stays as it is.
 
     Args:
         metrics: TRL's metrics since its last log line, changed in place.

@@ -283,8 +283,8 @@ def _check_numbers(owner: type[Any], values: Mapping[str, Any], where: str) -> N
 
 
 def _is_one_of(value: Any, kinds: Container[type]) -> bool:
-    """Return whether a value is of one of some types, as users understand bool, int and float: an int is also a float,
-    and True is neither."""
+    """Return whether a value is of one of the given types, as users understand bool, int and float: an int is also a
+    float, and True is neither an int nor a float."""
     if value is None or isinstance(value, bool):
         return type(value) in kinds
     return (isinstance(value, numbers.Integral) and int in kinds) or (

@@ -536,7 +536,7 @@ class Algorithm(Protocol):
         return [True] * len(groups)
 
     def observe(self, groups: Groups) -> None:
-        """Look at all groups of a scored round, before `keep` leaves any out, for instance to `draw` by them."""
+        """Look at all groups of a scored round, before `keep` leaves any out, for instance to choose prompts later."""
         return
 
     def rewards(self, groups: Groups) -> Tensor:

@@ -62,7 +62,7 @@ class Offload:
     def leave(self) -> int:
         """Copy the owner's tensors to the arena, as far as they can move, and free them on the device.
 
-        It returns while copies run: no one else gets the freed memory before they are done. `torch.cuda.empty_cache()`
+        It returns while copies run: no other tensor gets the freed memory before they end. `torch.cuda.empty_cache()`
         waits for them and gives the memory back to the device.
 
         Returns:

@@ -206,8 +206,9 @@ def _wrong_tokens(completion: Completion) -> str | None:
 
 
 def _wrong_log_probs(completion: Completion, sampling: Sampling) -> str | None:
-    """Return what is wrong with a completion's log-probs, or None. TRL's importance-sampling correction needs one for
-    each sampled token: if they are missing, the loss fails, and if they belong to other tokens, it is wrong."""
+    """Return what is wrong with a completion's log-probs, or None. TRL's importance-sampling correction needs a
+    log-prob for each sampled token. If log-probs are missing, the loss fails; if they belong to other tokens, the loss
+    is wrong."""
     if sampling.logprobs is None:
         return None
     asked = "Sampling.logprobs asks for them: keep those of the engine's completions, one list for each token"

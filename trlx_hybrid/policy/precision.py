@@ -25,8 +25,8 @@ def autocast_dtype(args: TrainingArguments) -> torch.dtype:
 
 
 def coarsest(*dtypes: torch.dtype) -> torch.dtype:
-    """Return the dtype that rounds most. Float32 counts as float16 where torch computes products in TF32, which has as
-    many bits."""
+    """Return the dtype that rounds most. Float32 counts as float16 where torch computes products in TF32, because
+    both round to the same number of bits."""
     dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
     tf32 = dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return torch.float16 if tf32 else dtype

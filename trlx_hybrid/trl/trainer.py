@@ -99,8 +99,8 @@ def hybrid(trainer_class: type[Any]) -> type[Any]:
 def _choosing(base: type[Any]) -> type[Any]:
     """Return a subclass of `base`, a trainer of TRL's, whose `__init__` chooses the components before TRL's own.
 
-    It comes right before `base` in the method resolution order, behind a user's subclasses. So whatever arguments those
-    take and pass on, by position, as `*args, **kwargs` or computed, arrive here as TRL is going to read them.
+    It comes right before `base` in the method resolution order, behind a user's subclasses. These may change arguments
+    before they pass them on, so `__init__` sees the arguments as TRL is going to read them.
     """
 
     def initialize(self: HybridTrainer, *args: Any, **kwargs: Any) -> None:
@@ -535,8 +535,7 @@ class HybridTrainer(Base):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save optimizer and scheduler as transformers does. With FSDP, transformers' method also saves the model's
-        shards, but only the first active adapter's; this override also saves the shards of the other active
-        adapters."""
+        shards, but only the first active adapter's; this override also saves the other active adapters' shards."""
         meets = self.is_fsdp_enabled or self.is_deepspeed_enabled  # ranks meet within this write
         with self._running.checkpoints.held(meets), all_adapters(self, save_fsdp_model, self.model, output_dir):
             super()._save_optimizer_and_scheduler(output_dir)

@@ -48,8 +48,8 @@ def regrouped(trainer: StockTrainer, run: RunState, drawn: Rows) -> Rows:
 
 def with_terms(trainer: StockTrainer, run: RunState, loss: Any, micro_batch: MicroBatch) -> Any:
     """Add to a micro-batch's loss the terms of the run's algorithms, and return the sum. The terms are divided here by
-    the number of accumulation steps; `loss` is TRL's, which is so divided already. Without scores, `loss` is returned
-    unchanged. Logs each term. Collective."""
+    the number of accumulation steps; TRL has divided `loss` by it already. If the micro-batch has no scores, `loss` is
+    returned unchanged. Logs each term. Collective."""
     if micro_batch.scores is None:
         return loss
     run.terms_added = True

@@ -1,11 +1,11 @@
 """Micro-batches whose rows were regrouped after TRL drew them, and TRL's metrics as they would be without the
 regrouping.
 
-TRL computes some numbers for single micro-batches and logs their mean over an optimizer step: minima, maxima, and means
-over tokens, which have equal weight whatever the number of their tokens. With other rows in each micro-batch these
-numbers change (the KL divergence of one step was 4.59 instead of 3.48), although the gradient of the step does not. So
-after the last loss of a rollout, TRL computes all losses once more for the micro-batches as they were drawn, from
-stored scores, and its metrics are taken from there.
+TRL computes some numbers for single micro-batches (minima, maxima, and means over tokens), and logs their mean over an
+optimizer step. In this mean, all micro-batches have equal weight, whatever the number of their tokens. With other rows
+in each micro-batch these numbers change (the KL divergence of one step was 4.59 instead of 3.48), although the gradient
+of the step does not. So after the last loss of a rollout, TRL computes all losses once more for the micro-batches as
+they were drawn, from stored scores, and its metrics are taken from there.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ class Peer:
         self._exceptions: dict[int, type[BaseException]] = {}
 
     def ask(self, operation: str, *given: Any, **named: Any) -> Any:
-        """Have the other process carry out an operation, and return the result. While this process waits for it, it
-        answers requests of the other process.
+        """Have the other process carry out an operation, and return the result. While this process waits for the
+        result, it answers requests of the other process.
 
         If an argument is a list, dict, set or bytearray, this process changes it in the way in which the operation has
         changed its copy in the other process.

@@ -83,12 +83,12 @@ def lower(made: RankPlan, buckets: Buckets) -> Descriptors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Lowering:
-    """A computation of the boxes that one rank exchanges of one parameter class. A box is one index range per
-    dimension; a parameter class is one parameter in all its layers.
+    """A computation of the boxes of one parameter class that one rank sends, receives and copies. A box is one index
+    range per dimension; a parameter class is one parameter in all its layers.
 
     Attributes:
         number: the number of the parameter class in the model.
-        source, target: its sharding before and after the reshard.
+        source, target: the sharding of the parameter class before and after the reshard.
         rank: the rank whose boxes are computed.
         buckets: the schedule of the reshard.
     """

@@ -329,7 +329,7 @@ class LayerAssignment:
 
 
 def to_receive(source: Sharding, target: Sharding, rank: int, node: Ints) -> LayerAssignment:
-    """Return which layers this rank receives from every rank that holds something that it needs.
+    """Return which layers this rank receives from each rank that holds data that this rank needs.
 
     Args:
         source, target: the parameter's sharding before and after the reshard.

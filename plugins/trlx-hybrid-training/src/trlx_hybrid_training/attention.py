@@ -50,7 +50,7 @@ def packing() -> Iterator[None]:
 
 def mask(**kwargs: object) -> Tensor | None:
     """Return the attention mask that a model of transformers asks for: None inside `packing` (a forward pass of packed
-    rows), else that of "sdpa".
+    rows), else the mask that transformers makes for "sdpa".
 
     Args:
         kwargs: the keyword arguments that transformers gives to a mask function.

@@ -148,7 +148,7 @@ def returns_no_experts() -> bool:
 def refuses_support(options: VLLMOptions, setting: str) -> str | None:
     """Return why vLLM cannot report the ids that each token was sampled from (what top-k, top-p and min-p leave).
 
-    None where it can. It cannot with speculative decoding.
+    Return None where vLLM can report the ids. With speculative decoding it cannot.
 
     Args:
         setting: name of the sampling setting that leaves some ids out, for the message.

@@ -67,9 +67,9 @@ NEVER = -100.0
 def without_placeholders(params: dict[str, Any], config: VllmConfig) -> dict[str, Any]:
     """Return the parameters with a logit bias of -100 against the tokens that stand for images and videos.
 
-    The model then hardly ever samples a placeholder token. A completion with one could not be scored: there would be
-    more placeholders than features of images. TRL suppresses these tokens, too, where it samples itself. A bias that
-    `params` has already is kept.
+    The model then hardly ever samples a placeholder token. A completion with such a token could not be scored: there
+    would be more placeholders than features of images. TRL suppresses these tokens, too, where it samples itself. A
+    bias that `params` has already is kept.
 
     Args:
         params: arguments of `SamplingParams`.

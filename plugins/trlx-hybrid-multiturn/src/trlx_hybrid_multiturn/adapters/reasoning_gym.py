@@ -36,8 +36,8 @@ def from_reasoning_gym(
         gym = from_reasoning_gym("chain_sum", attempts=2, min_digits=2)
         GRPOTrainer(..., train_dataset=gym.dataset(), rollout_func=episodes(gym), reward_funcs=episode_reward)
 
-    The reward is reasoning-gym's score of the last answer, from 0 to 1. A score of 1 ends the episode, as the last
-    attempt does; before that, the model is shown `feedback`.
+    The reward is reasoning-gym's score of the last answer, from 0 to 1. A score of 1 ends the episode, and so
+    does the last attempt. After any other answer, the model is shown `feedback`.
 
     Args:
         name: reasoning-gym's name of the tasks.

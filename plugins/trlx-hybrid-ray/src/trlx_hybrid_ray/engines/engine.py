@@ -223,7 +223,7 @@ class RemoteEngine:
 def _gpus_of_trainers(session: Session) -> Mapping[str, Sequence[str]]:
     """Return the GPUs on which ranks train although Ray takes them to be free, because the ranks were not started
     through Ray. The result has the GPUs' numbers or UUIDs by the hexadecimal id of their node; it is empty if Ray knows
-    of all. Collective."""
+    which GPUs the ranks use. Collective."""
     import ray
 
     context, device = ray.get_runtime_context(), session.policy.device

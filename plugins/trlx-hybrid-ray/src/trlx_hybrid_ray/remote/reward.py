@@ -72,8 +72,8 @@ def remote_reward(
 
     Args:
         reward: a reward that TRL takes: a function, synchronous or not, or a callable object; or a reward model, as a
-            path, a name on the Hub or a `torch.nn.Module` on the CPU. It may also be a class, of which each worker
-            makes and calls an instance: for clients, locks and models of your own, which cannot be sent.
+            path, a name on the Hub or a `torch.nn.Module` on the CPU. It may also be a class: each worker makes an
+            instance and calls it. Use a class for clients, locks and models of your own, which cannot be sent.
         workers: the number of actors.
         cpus, gpus: the resources of each worker. With a fraction of a GPU, workers share a GPU.
         deadline: seconds that a batch may take; `math.inf` waits for ever.
@@ -365,9 +365,9 @@ class EarlyRemoteReward(RemoteReward):
     def _begun_of(self, batch: Batch) -> dict[Share, Reference]:
         """Return references to the results of calls that `begin` made for rows of this batch, by worker and rows.
 
-        A call counts only if the values that it was made with equal those that TRL passes for its rows now. Other
-        calls, such as those of a rollout that was interrupted, are forgotten, and their rows are scored anew. They are
-        not cancelled: with Ray 2.60, an actor whose queue has lost a call holds back the later ones for 30 s.
+        A call counts only if its arguments equal the values that TRL passes for the same rows now. Other calls, such as
+        the calls of a rollout that was interrupted, are forgotten, and their rows are scored anew. They are not
+        cancelled: with Ray 2.60, an actor whose queue has lost a call holds back the later ones for 30 s.
         """
         begun, self._begun, self._kept = self._begun, {}, None
         found = {share: reference for share, (columns, reference) in begun.items() if batch.has(share.rows, columns)}

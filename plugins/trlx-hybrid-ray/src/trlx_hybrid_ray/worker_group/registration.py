@@ -201,7 +201,7 @@ def register(
     dispatch: _Scatter, execute: _Later, *, deadline: _Seconds = ...
 ) -> Callable[[_Batched[B, P, R]], Split[B, P, R, Future[R]]]: ...
 def register(dispatch: Dispatch, execute: Execute = "blocking", *, deadline: float | None = None) -> Any:
-    """Mark a method for worker groups: say which workers a group's call of it reaches, and what the caller gets.
+    """Mark a worker's method for worker groups: say on which workers a group calls it, and what the caller gets.
 
     A replica is a set of consecutive workers that work on the same data; `tensor_parallel`, an argument of
     `WorkerGroup`, is their number.

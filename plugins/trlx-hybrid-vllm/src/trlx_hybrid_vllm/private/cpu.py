@@ -94,9 +94,9 @@ class PlainWeightsCPUWorker(CPUWorker):  # type: ignore[misc]
         """Initialize as vLLM does, but keep `torch.set_num_threads`, and give each job its own shared-memory names.
 
         vLLM would replace `torch.set_num_threads` for the whole process. It names the memory that its ranks share after
-        their rendezvous address, which is "env://" in every job of a machine. A second job would fail with errno 17,
-        and so would all later ones where a killed job left the name behind. The names made here contain the host's:
-        ranks on several hosts share no memory, and where their names differ, vLLM communicates through gloo.
+        their rendezvous address, which is "env://" in every job of a machine. A second job would fail with errno 17.
+        All later jobs would fail, too, where a killed job left the name behind. The names made here contain the host's
+        name: ranks on several hosts share no memory, and where their names differ, vLLM communicates through gloo.
         """
         set_num_threads, connect = torch.set_num_threads, cpu_worker.init_worker_distributed_environment
 

@@ -197,7 +197,7 @@ class ReshardSync(WeightSync):
     @property
     def summary(self) -> str:
         """A text on what a sync moves on this rank: the bytes received, the least possible, and the extra memory. The
-        numbers are those of the last sync; before the first sync, those of a sync that moves all parameters, which
+        numbers describe the last sync; before the first sync, they describe a sync that moves all parameters, which
         `open` plans."""
         return "not planned yet" if self.prepared is None else str(self.prepared)
 

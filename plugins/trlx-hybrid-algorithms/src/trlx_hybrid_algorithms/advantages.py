@@ -38,7 +38,7 @@ class LeaveOneOut(Algorithm):
 class OptimalBaseline(Algorithm):
     """An algorithm whose advantage is a completion's reward minus the length-weighted mean reward of its group.
 
-    As a baseline, this mean approximates the one that gives the policy gradient the least variance.
+    This mean approximates the baseline with which the policy gradient has the least variance.
 
     Source: OPO, arXiv 2505.23585.
     """

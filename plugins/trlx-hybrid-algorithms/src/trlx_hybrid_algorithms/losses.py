@@ -15,7 +15,8 @@ class PositiveNll(Algorithm):
 
     It reinforces successful completions even where the clipped loss no longer has a gradient for them.
 
-    After: VAPO, arXiv 2504.05118, which takes all right answers and averages over the tokens of a batch.
+    Modelled on VAPO, arXiv 2504.05118. VAPO adds the term for every correct completion, and averages over the tokens of
+    a whole batch, not of a micro-batch.
     """
 
     name = "positive_nll"

@@ -42,8 +42,8 @@ def two_speakers(
 ) -> Dataset:
     """Build a dataset in which each task is two consecutive rows: a prompt for the coder and one for the tester.
 
-    It is made by [`with_speakers`][trlx_hybrid.speakers.with_speakers], once every task is known to have ground-truth
-    tests.
+    First checks that every task has ground-truth tests, then calls
+    [`with_speakers`][trlx_hybrid.speakers.with_speakers].
 
     Args:
         tasks: with a column `tests`, the ground-truth tests of each task: Python sources that raise where a program is
@@ -54,7 +54,7 @@ def two_speakers(
 
     Raises:
         ConfigError: `args` would put the completions of a task's two prompts into different batches, a task has no
-            tests, or `tasks` has a column of a name that is added, `task_id` or `speaker`.
+            tests, or `tasks` already has a column `task_id` or `speaker`, which this function adds.
     """
     if TESTS not in tasks.column_names:
         raise ConfigError(f"CURE: the tasks need a column {TESTS!r}: rename your column of ground-truth tests.")

@@ -274,8 +274,8 @@ class Exchange:
     """Passes on the messages between the process of a test and the process of its program.
 
     Attributes:
-        test, program: the two processes.
-        waited: the one of them whose message is awaited.
+        test, program: the process of the test and the process of the program.
+        waited: the process, `test` or `program`, whose next message is awaited.
         uses: whether the test uses anything of the program.
         depth: how many requests of the program, such as calls of a function that the test passed to it, the test has
             not answered yet.

@@ -148,11 +148,12 @@ def show_only(paths: list[str]) -> None:
 
 
 def mount(source: str, target: str, flags: int, kind: str | None = None) -> None:
-    """Call the system call `mount(2)`: mount a file system, or make a path appear at another one as well.
+    """Call the system call `mount(2)`: mount a file system, or make the files of one path visible at a second path (a
+    bind mount).
 
     Args:
         source: the path to mount, or the name of the file system.
-        target: the path at which it appears.
+        target: the path at which the file system or the files appear.
         flags: the mount flags (`MS_…`), combined.
         kind: type of the file system; None where a path is mounted.
 
@@ -259,8 +260,8 @@ def rule(argument: int, test: int, values: tuple[int, ...]) -> list[Instruction]
 
     Args:
         argument: position of the argument, from 0.
-        test: `EQUAL` allows the call if the argument equals one of `values`; `ANY_BIT` allows it if the argument has no
-            bit of any of them.
+        test: `EQUAL` allows the call if the argument equals one of `values`; `ANY_BIT` allows it if there is one of
+            `values` with which the argument has no bit in common.
         values: the values to compare with.
     """
     checks: list[Instruction] = [(LOAD, 0, 0, 16 + 8 * argument)]

@@ -104,17 +104,17 @@ def metrics(
 ) -> dict[str, float | list[float]]:
     """Return a rollout's metrics for the trainer's logs, by name: seconds, counts and shares of this rank's rows.
 
-    A metric of one turn (`hybrid/turn_2/sampled`) is not a number but a list, with a number for each trajectory that
-    has this turn, so that each trajectory has the same weight in the logged mean: the mean of the batches' means would
-    overweight batches in which few trajectories have it. `hybrid/turn_2/reached` has a number for every trajectory, 1
-    if it has this turn and else 0, so that the mean is the share of trajectories with this turn.
+    A metric of one turn (`hybrid/turn_2/sampled`) is a list with a number for each trajectory that has this turn. So
+    each trajectory has the same weight in the logged mean. If each batch logged its own mean instead, batches in which
+    few trajectories have the turn would weigh too much. `hybrid/turn_2/reached` has a number for every trajectory: 1 if
+    it has this turn, else 0. Its mean is the share of trajectories that have this turn.
 
     Args:
         conversations: the rollout's conversations, finished.
         usage: counters of each tool's calls, by the tool's name.
-        progress: the progress bar of this rollout, which has measured its time and that of its engine steps.
-        stream: the stream of requests to the engine. It may have the attributes `prompt_tokens`, a count, and
-            `cached_tokens`, how many of them the engine found in its prefix cache.
+        progress: the progress bar of this rollout, which has measured how long the rollout and its engine steps took.
+        stream: the stream of requests to the engine. It may have the attributes `prompt_tokens`, the number of prompt
+            tokens, and `cached_tokens`, how many of these tokens the engine found in its prefix cache.
     """
     turns = [len(c.turns) for c in conversations]
     found: dict[str, float | list[float]] = {

@@ -30,15 +30,16 @@ def episodes(factory: Callable[[], Environment], *, max_turns: int | None = None
         )
 
     Reward functions receive two more columns. `episode_reward` is the sum of the steps' rewards; None where no step
-    gave one, or the episode broke off. `episode_messages` holds the messages after the prompt. The function
-    `episode_reward` returns the column of its name. All limits of `rollout_options` hold, and `max_completion_length`
-    is the budget of sampled and observed tokens together: an observation that exceeds it is dropped, and the episode
-    ends.
+    gave one, or the episode broke off. `episode_messages` holds the messages after the prompt. The reward function
+    `episode_reward` returns the column `episode_reward` unchanged. All limits of `rollout_options` hold, and
+    `max_completion_length` is the budget of sampled and observed tokens together: an observation that exceeds it is
+    dropped, and the episode ends.
 
     Args:
         factory: makes an environment; usually its class.
-        max_turns: the largest number of completions in one episode; None sets no limit here. When they are used up, the
-            episode ends without a call of the environment that says so.
+        max_turns: the largest number of completions in one episode; None sets no limit here. After the last turn, the
+            episode ends when the environment's `step` has returned; the environment is not told that this turn was the
+            last.
 
     Raises:
         ConfigError: `max_turns` is less than 1.
@@ -73,8 +74,9 @@ class Episodes:
         max_turns: the largest number of completions in one episode; None sets no limit here.
         rollout: "multi_turn", the name of the rollout component that runs the episodes. A run whose trainer has this
             `rollout_func` selects that component by itself.
-        samples_from_session: True, because the run's own engine samples the tokens, so that their log-probs may be
-            compared with the trainer's. The package assumes the opposite of other functions.
+        samples_from_session: True: the run's own engine samples the tokens, so their log-probs may be compared with the
+            trainer's. If a `rollout_func` does not have this attribute, the package assumes that its tokens are sampled
+            elsewhere.
     """
 
     rollout = MultiTurn.name
@@ -89,12 +91,12 @@ class Episodes:
 
         Args:
             prompts: this rank's prompts, lists of chat messages.
-            trainer: the trainer, one of trlx_hybrid.
+            trainer: a trainer of trlx_hybrid, such as its `GRPOTrainer`.
 
         Returns:
             The dict that TRL asks of a `rollout_func`, with a list of one value per prompt in each field: "prompt_ids",
             "completion_ids", "logprobs" (None if the engine returned none), "env_mask" (1 for sampled tokens, 0 for
-            those that the environment added), "episode_reward" and "episode_messages"; for a model that takes images,
+            tokens that the environment added), "episode_reward" and "episode_messages"; for a model that takes images,
             "images" as well.
 
         Raises:

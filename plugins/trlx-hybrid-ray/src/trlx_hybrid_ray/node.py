@@ -3,9 +3,9 @@
     trlx-hybrid launch ──calls──▶ NodeActor ──starts──▶ accelerate launch ──starts──▶ the ranks
                                       └──starts──▶ reaper, which ends processes that are left, whoever was killed
 
-What ranks print goes to files, by torchelastic's own redirection. So neither a launcher that is suspended nor one whose
-terminal blocks stops the training, and the last line of a killed process arrives. The disk space of lines that were
-forwarded is freed.
+The ranks' output goes to files, by torchelastic's own redirection. So the training goes on while the launcher is
+suspended or its terminal blocks, and the last line of a killed process is not lost. The disk space of lines is freed
+after they were forwarded to the launcher.
 """
 
 from __future__ import annotations

@@ -550,8 +550,9 @@ def _holders() -> Mapping[str, Mapping[str, Mapping[str, float]]]:
 
 
 def _held(node: Node, holders: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[str]:
-    """Return a text for each placement group or actor that holds GPUs or CPUs of a node, with the amounts. They are
-    listed in the error message that says why workers could not be placed. What nobody known holds is the last text.
+    """Return a text for each placement group or actor that holds GPUs or CPUs of a node, with the amounts. The texts
+    are listed in the error message that says why workers could not be placed. If some amounts have no known holder, the
+    last text gives these amounts.
 
     Args:
         node: the node.

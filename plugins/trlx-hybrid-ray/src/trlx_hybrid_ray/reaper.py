@@ -311,7 +311,8 @@ def take_priority_back() -> None:
 
 def main(pid: int, owner: str, grace: float, folder: str, with_segments: bool) -> None:
     """Run as the reaper: wait until the owner is gone or writes to this process's standard input, then end the owner's
-    descendants and write what was left of them to standard output.
+    descendants. Write a JSON list of texts to standard output: each process that had to be killed, and each
+    shared-memory segment that was removed.
 
     Args:
         pid: the owner's process id.

@@ -12,8 +12,9 @@ class ReshardOptions:
     """Options of the weight path `reshard`: `HybridConfig.weights_options` for `weights="reshard"`.
 
     Attributes:
-        deadline: seconds to wait for a rank that is alive and has not come to the sync. It may be saving a checkpoint,
-            for which transformers allows as long (`ddp_timeout`). A dead rank is not waited for.
+        deadline: seconds to wait for a rank that is alive and has not come to the sync. Such a rank may be saving a
+            checkpoint. The default equals transformers' own limit for that, `ddp_timeout`. A dead rank is not waited
+            for.
         stall: seconds without any data arriving, once all ranks are in the sync, after which the sync counts as failed.
         bucket_bytes: the bytes that one rank receives and packs at a time, which make one bucket. A sync takes at most
             two buckets of extra memory, unless a single row of a tensor is larger.

@@ -1,5 +1,5 @@
-"""The choice of which rows share a micro-batch, so that few tokens are computed (a prompt that several rows of a
-micro-batch have is computed once), or that all micro-batches have nearly equally many."""
+"""The choice of which rows share a micro-batch. The aim is that few tokens are computed, since a prompt that several
+rows of a micro-batch have is computed once; or that all micro-batches have nearly the same number of tokens."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ computed tokens below this fraction of the number without sharing."""
 
 @dataclass(frozen=True, slots=True)
 class RowLengths:
-    """The lengths of rows (prompt and completion), and how much of them rows with the same prompt can share.
+    """The lengths of rows (prompt and completion), and how many of their tokens rows with the same prompt can share.
 
     Attributes:
         tokens: for each row, the number of tokens of prompt and completion.
         alike: for each row, the number of the first row that has the same prompt.
-        prefixes: for each row, how many of its tokens can be shared: those of its prompt but the last one.
+        prefixes: for each row, how many of its tokens can be shared: all tokens of its prompt except the last one.
     """
 
     tokens: Sequence[int]

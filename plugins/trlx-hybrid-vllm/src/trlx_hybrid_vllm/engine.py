@@ -74,15 +74,16 @@ COMPILES = (
 
 
 class VLLMEngine:
-    """A vLLM engine in the trainer's process, built for the policy as it is in memory.
+    """A vLLM engine in the trainer's process, built from the config of the policy in memory, without a checkpoint.
 
-    It starts with random weights; the weight sync brings the policy's.
+    The engine starts with random weights. The first weight sync writes the policy's weights into it.
 
     Attributes:
         dtype: the dtype that the engine computes in.
         llm: vLLM's own LLM, for custom rollouts.
-        adapter: the `LoRARequest` with which every prompt is sampled. `LoraSync` sets it, which copies the policy's
-            LoRA adapter into the engine; None where no adapter is kept apart from the weights.
+        adapter: the `LoRARequest` with which every prompt is sampled. It is set by the weight sync `LoraSync`, which
+            copies the policy's LoRA adapter into the engine. None if the engine holds no adapter apart from the
+            weights.
         adapters_refused: why this engine has no LoRA slots, or None if it has them.
         weights_lost: True before the first sync, and after a sleep that freed the weights.
         quantized: True where the engine quantises the weights that it gets.
@@ -316,10 +317,12 @@ class VLLMEngine:
         return LoadReport(tensors=len(given), bytes=sum(given.values()))
 
     def differing(self, weights: NamedTensors) -> list[str]:
-        """Compare checkpoint tensors with the engine's copies, and return the names of those with other bits.
+        """Compare checkpoint tensors with the engine's copies bit for bit, and return the names of the tensors that
+        differ.
 
-        The list is empty for a quantised engine, which keeps none of the bits. There, only the session's comparison of
-        the engine's and the policy's log-probs for a short sequence tells whether the weights arrived.
+        The list is always empty for a quantised engine, because it stores other bits than the policy in any case. For
+        such an engine, only the session's comparison of the engine's and the policy's log-probs for a short sequence
+        tells whether the weights arrived.
         """
         return [] if self.quantized else self._loader.differing(weights)
 
@@ -357,11 +360,11 @@ class VLLMEngine:
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def sleep(self, keep_weights: bool = False) -> None:
-        """Free memory, where sleep mode is on; weights that are not kept are lost until the next sync.
+        """Free memory if sleep mode is on. Weights that are not kept are lost until the next sync.
 
         If weights are kept, only the KV cache is freed: its pages are unmapped, and nothing is copied or saved.
-        Otherwise both are freed by vLLM's sleep level 2, which saves only the few buffers that no sync would bring
-        back. Parts that are asleep already stay as they are.
+        Otherwise, weights and KV cache are freed by vLLM's sleep level 2, which saves only the few buffers that no sync
+        would restore. Memory that was freed before (`asleep`) stays freed.
         """
         awake = ({KV_CACHE} if keep_weights else {WEIGHTS, KV_CACHE}) - self.asleep
         if not self.sleeps or not awake:
@@ -379,7 +382,7 @@ class VLLMEngine:
         self._asleep |= {what: size - self._bytes(what) for what, size in sizes.items()}  # a CPU's worker keeps buffers
 
     def wake(self, what: str) -> None:
-        """Allocate "weights" or "kv_cache" again; does nothing for what is awake."""
+        """Allocate the memory of "weights" or "kv_cache" again. Does nothing if `sleep` has not freed it."""
         if what not in self._asleep:
             return
         with cache_kept(self._asleep[what] + SPARE):

@@ -40,8 +40,9 @@ def from_openenv(
         game = from_openenv("http://127.0.0.1:8000", action="guess", observation="hint", columns=["seed"])
         GRPOTrainer(..., rollout_func=episodes(game, max_turns=6), reward_funcs=episode_reward)
 
-    The server has Python packages of its own, which need not agree with vLLM's; the trainer needs only `websockets`.
-    The server plays as many episodes at once as it was started for (`max_concurrent_envs`, 1 by default).
+    The server runs in a Python environment of its own, whose packages may conflict with vLLM's. The trainer needs only
+    the package `websockets`. The server plays as many episodes at once as it was started for (`max_concurrent_envs`, 1
+    by default).
 
     Args:
         server: the server's address; or, where OpenEnv's package can be installed here, a function that makes a client
@@ -50,8 +51,8 @@ def from_openenv(
             mapping, or what the client takes). By default the only text field that the server's actions require.
         observation: the field of the observation that the model is shown; or a function from an observation (a mapping,
             or the client's object) to text or messages. By default the only text field of the server's observations.
-        columns: columns of the dataset's row that are passed to the environment's `reset`. Generations of one prompt
-            should begin alike: pass a seed.
+        columns: columns of the dataset's row that are passed to the environment's `reset`. All episodes of one prompt
+            should begin in the same state: pass a seed.
         connect_seconds: how long to wait for the server, here and at each episode.
 
     Raises:
@@ -230,7 +231,7 @@ def observation_field(schema: Schema, given: str | None, server: str) -> str:
 
     Raises:
         ConfigError: there is no field `given`; or `given` is None, and the observations do not have exactly one text
-            field. `tool_name`, the name of an MCP tool, does not count as one.
+            field. The field `tool_name`, the name of an MCP tool, is not counted.
     """
     fields = [name for name in schema.get("properties") or {} if name not in NO_TEXT]
     if given is None:
@@ -284,7 +285,7 @@ def fetched(http: str, seconds: float) -> dict[str, Any]:
         JSON schemas by "action", "observation" and "state".
 
     Raises:
-        ConfigError: no server answered, or something else than an OpenEnv server did.
+        ConfigError: no server answered, or the server that answered is no OpenEnv server.
     """
     handlers = [urllib.request.ProxyHandler({})] if on_this_machine(http) else []
     opener, until = urllib.request.build_opener(*handlers), time.monotonic() + seconds

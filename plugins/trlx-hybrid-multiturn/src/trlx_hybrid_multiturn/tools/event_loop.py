@@ -42,8 +42,8 @@ def gathered(
     Args:
         coroutines: names of tools, and the coroutines of their calls.
         timeout: seconds that each may take, from its start.
-        shown: converts a tool's result into the value of its outcome, such as what the model is shown; called on the
-            loop.
+        shown: converts the result of a call into the value of the call's outcome, for example into the text that the
+            model is shown; called on the loop.
         done: called when all coroutines are over, with an outcome whose value is the list of their outcomes, in order.
         loop: the event loop, which runs in another thread.
         slots: a semaphore that limits how many coroutines run on the loop at once; each holds it while it runs.

@@ -109,12 +109,12 @@ class EngineActor:
             task.cancel()
 
     async def call(self, method: str, arguments: Sequence[object] = ()) -> Any:
-        """Call a method of the server by its name, and return its result. The code that brings the policy's weights
-        into the engines does so at a weight sync.
+        """Call a method of the server by its name, and return its result. Weight syncs use this to bring the policy's
+        weights into the engine.
 
         Args:
-            method: the name of a method of the server's own, or "check", which every server has: it raises where the
-                engine is dead.
+            method: "check", which every kind of server has, and which raises if the engine is dead; or the name of a
+                method that only this kind of server has.
             arguments: the method's arguments.
 
         Raises:

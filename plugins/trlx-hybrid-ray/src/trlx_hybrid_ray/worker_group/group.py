@@ -43,7 +43,7 @@ class GroupMethod:
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Call the method on the workers, with the method's own arguments. The argument `dispatch` of `@register` says
-        which workers get which of them, and which results are returned. A method registered with `execute="future"`
+        which arguments each worker gets, and which results are returned. A method registered with `execute="future"`
         returns a `Future` at once.
 
         Raises:
@@ -83,8 +83,12 @@ class GroupMethod:
         return future if method.execute == "future" else future.result()
 
     def _collected(self, results: list[object]) -> object:
-        """Make the group's result from the workers' results, by rank: join one result of each replica for "scatter",
-        return all for "one_to_all", and rank 0's otherwise."""
+        """Return the group's result of a call, made from the workers' results. For "scatter", it is one result of each
+        replica, joined; for "one_to_all", the list of all results; otherwise, the result of rank 0.
+
+        Args:
+            results: the workers' results, by rank.
+        """
         if self._method.splits:
             return join(results[:: self._workers.tensor_parallel])
         return results if self._method.dispatch == "one_to_all" else results[0]

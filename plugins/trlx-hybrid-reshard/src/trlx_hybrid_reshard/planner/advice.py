@@ -1,10 +1,10 @@
-"""Advice on layouts with which a weight sync would move fewer bytes, and how many it would save. A layout says which
-part of each parameter each rank holds.
+"""Advice on layouts with which a weight sync would move fewer bytes, with the number of bytes that each layout would
+save. A layout says which part of each parameter each rank holds.
 
 In the best training layout, a rank's FSDP shards lie inside its engine's slice. `fully_shard(shard_placement_fn=...)`
 can make such a layout: it shards a weight along another dimension than the first, if `fsdp` divides that dimension. A
-permuted device mesh would bring a rank's rows into its TP slice as well, and is not advised: torch sorts the ranks of
-process groups, so the run refuses such a mesh (`layouts.from_dtensor`).
+permuted device mesh would bring a rank's rows into its TP slice as well. It is not advised: torch sorts the ranks of
+process groups, so a run refuses such a mesh (`layouts.from_dtensor`).
 """
 
 from __future__ import annotations
@@ -58,14 +58,15 @@ def alternatives(
     """Return the training layout as it is, followed by a layout with which a sync moves fewer bytes and that a run
     accepts, if there is one.
 
-    Only a training layout with FSDP and without tensor or pipeline parallelism has a choice.
+    Another layout is looked for only if the training layout has FSDP, and neither tensor nor pipeline parallelism.
 
     Args:
         model: the parameters to move.
         train: the training layout.
         rollout: the layout of the engines.
         ranks_per_node: the number of consecutive ranks that share a node; 0 for a single node.
-        back: whether to count the bytes of the way from the rollout to the training layout.
+        back: whether to count the bytes that move in the other direction, from the rollout layout to the training
+            layout.
     """
 
     def measured(name: str, dims: tuple[tuple[str, int], ...]) -> Better:
@@ -143,8 +144,9 @@ def _sharding(better: Better) -> str:
 
 
 def _wider(model: Model, train: MeshLayout, tp: int) -> Iterator[tuple[int, int]]:
-    """Yield a pair for each larger tensor-parallel size of the engines that divides the ranks and the model, to suggest
-    one with less traffic: the bytes that the rank which receives the most would receive, and that size.
+    """Yield a pair for each larger tensor-parallel size of the engines that divides the ranks and the model: the bytes
+    that a sync would send to the rank which receives the most, and the size. The caller suggests a size with less
+    traffic.
 
     Args:
         model: the parameters to move.

@@ -29,9 +29,9 @@ class EngineStream:
         llm: vLLM's LLM.
         params: arguments of `SamplingParams` that all requests share.
         adapter: the LoRARequest with which all requests are sampled, or None.
-        routing: records the experts of the tokens, where completions are to name them and vLLM does not return them.
+        routing: records the experts of the tokens, if completions must list them and vLLM does not return them.
         graphs: CUDA graphs of the part of a decode step that follows the model's layers, where the engine has them.
-        support: collects the ids that each token is sampled from, where completions are to name them.
+        support: collects the ids that each token is sampled from, if completions must list them.
 
     Attributes:
         shared: whether several ranks run the engine, and must step together.
@@ -136,8 +136,8 @@ class ReplicaStream(EngineStream):
         params: arguments of `SamplingParams` that all requests share.
         adapter: the LoRARequest with which all requests are sampled, or None.
         group: the ranks that run the engine.
-        routing: records the experts of the tokens, where completions are to name them and vLLM does not return them.
-        support: collects the ids that each token is sampled from, where completions are to name them.
+        routing: records the experts of the tokens, if completions must list them and vLLM does not return them.
+        support: collects the ids that each token is sampled from, if completions must list them.
     """
 
     shared = True

@@ -131,9 +131,9 @@ class Stepper:
         llm: vLLM's LLM.
         params: arguments of `SamplingParams` that the requests share.
         adapter: the LoRARequest with which all requests are sampled, or None.
-        routing: records the experts of the tokens, where completions are to name them and vLLM does not return them.
+        routing: records the experts of the tokens, if completions must list them and vLLM does not return them.
         graphs: CUDA graphs of the part of a decode step that follows the model's layers, where the engine has them.
-        support: collects the ids that each token is sampled from, where completions are to name them.
+        support: collects the ids that each token is sampled from, if completions must list them.
 
     Attributes:
         unfinished: the requests that are queued or being decoded, by vLLM's internal id.

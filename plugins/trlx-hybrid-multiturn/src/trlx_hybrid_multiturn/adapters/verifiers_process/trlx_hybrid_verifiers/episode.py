@@ -67,7 +67,8 @@ class ServedEpisode:
         return self._ended(self._playing.result())
 
     async def end(self) -> None:
-        """Cancel what still runs of the episode, because the trainer has closed the connection."""
+        """Cancel the episode if it still runs, and remove it from the running episodes, because the trainer has closed
+        the connection."""
         if self._reply is not None:
             self._reply.cancel()
         if self._playing is not None:

@@ -62,9 +62,9 @@ class Session:
         policy: the model being trained; ranks: the processes that train it; optimizer: returns the optimizer.
         engine, weights, rollout: the engine that samples, what syncs the policy's weights to it, and what turns prompts
             into completions; None before `open`, and for the whole run where TRL itself generates.
-        weights_why: why this weight sync was chosen, and why not the cheaper ones.
-        scores_apart: why this run cannot take the old log-probs (of the policy that sampled) from the first loss's
-            forward pass, so that they take a pass of their own; None where it can.
+        weights_why: why this weight sync was chosen, and why cheaper ones were not.
+        scores_apart: why this run needs a separate forward pass for the old log-probs (of the policy that sampled),
+            rather than take them from the first loss's forward pass; None if it needs none.
         phase: the current phase: the engine owns the device memory in ROLLOUT, the trainer in TRAIN.
         memory: moves the trainer's tensors out of the device memory and back, and records how much each owner holds.
         versions: the versions of the weights of policy and engine, numbers that grow with each change.
@@ -85,8 +85,8 @@ class Session:
         over_support: whether log-probs are computed over only those token ids that top-k, top-p and the like have left:
             completions must then list these ids (`Completion.support`).
         supports: with `over_support`, these ids for each token that was sampled in the current rollout.
-        metrics: numbers of the last rollout, named `hybrid/…`, for the trainer's logs, which show the mean since their
-            last line: of one number per batch, or of all numbers in a list.
+        metrics: values of the last rollout, by names `hybrid/…`, for the trainer's logs. A value is a number or a list
+            of numbers. The logs show the mean of all numbers since their last line.
         algorithms: the algorithms, which change what completions are trained on, and how much they count.
         advantages_plugin: the plugin whose advantages the trainer uses, or None.
         notes: further lines to print when the run starts.
@@ -453,7 +453,8 @@ class Session:
                 raise ComponentError(f"{component.slot} {component.name!r} cannot serve this run: {reason}")
 
     def _evict_other(self) -> None:
-        """Release another session's engine, as a process holds one. That session builds its own again to generate."""
+        """Close another session's engine: a process holds only one. The other session rebuilds its own when it
+        generates."""
         other = Session._holder() if Session._holder is not None else None
         if other is not None and other is not self:
             other.release_engine()
@@ -507,7 +508,7 @@ class Session:
         return int(state.get("step", self.versions.version))
 
     def _score_on(self, earlier: dict[str, Any] | None) -> None:
-        """Score on as the run of a checkpoint did, unless the user chose a scoring: another one would round otherwise.
+        """Use the scoring of a checkpoint's run, unless the user chose one: another scoring would round differently.
 
         Args:
             earlier: the scoring that the checkpoint names, `described`; None where it names none.
@@ -591,7 +592,7 @@ def _optimizer_name(args: TrainingArguments) -> str:
 
 
 def leave_all() -> None:
-    """Call `leave` on all open sessions of this process, at its end. An error in one is printed, and stops nothing."""
+    """Call `leave` on each open session of this process, at its end. An error of one session is only printed."""
     for session in list(Session._open):
         Session._open.discard(session)
         try:

@@ -27,11 +27,12 @@ TASK, SPEAKER = "task_id", "speaker"
 
 
 def with_speakers(tasks: Dataset, args: Any, /, **prompts: Callable[[Mapping[str, Any]], Any]) -> Dataset:
-    """Return a dataset with one row per task and speaker (role of the model), those of a task one after the other, with
-    the added columns `task_id` and `speaker`.
+    """Return a dataset with one row per task and speaker (role of the model), and the added columns `task_id` and
+    `speaker`. The rows of a task follow each other.
 
-    TRL samples a group of completions for each row; in this order, and with a fitting number of prompts in a batch, all
-    groups of a task are in one batch. The order of `tasks` is that of training: shuffle them yourself.
+    TRL samples a group of completions for each row. In this order, all groups of a task are in one batch if the number
+    of prompts in a batch is a multiple of the number of speakers. Training keeps the order of `tasks`: shuffle them
+    yourself.
 
     Args:
         tasks: the dataset of tasks; all columns are kept for each speaker, except for a `prompt`, which is replaced.
@@ -39,8 +40,8 @@ def with_speakers(tasks: Dataset, args: Any, /, **prompts: Callable[[Mapping[str
         prompts: for each speaker, by name, a function that makes its prompt (text or messages) from a row of `tasks`.
 
     Raises:
-        ConfigError: there is no speaker, `args` would put groups of one task into different batches, or the tasks have
-            a column of one of the two names.
+        ConfigError: there is no speaker, `args` would put groups of one task into different batches, or the tasks
+            already have a column `task_id` or `speaker`.
     """
     if not prompts:
         raise ConfigError("with_speakers was given no speaker: name each, as in `with_speakers(tasks, args, a=ask)`.")

@@ -84,8 +84,8 @@ class Support:
 
     @property
     def sampled(self) -> Array:
-        """Flags of the tokens, bool of shape (tokens,): whether an engine sampled each. False for tokens that none
-        sampled, such as a tool's answer within a conversation's completion."""
+        """Flags of the tokens, bool of shape (tokens,): whether an engine sampled each token. False for all other
+        tokens, such as a tool's answer within a conversation's completion."""
         return cast("Array", self.bounds[:, 0] != UNSAMPLED)
 
     @property
@@ -164,9 +164,9 @@ the tensor under WORDS; UNSAMPLED for a token that was not sampled."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptTokens:
-    """The ids that top-k, top-p and the like left to sample the next token from, for each position of some rows.
-    Log-probs are computed over only these ids. It is the tensor form of `Support`. A next token that was not sampled,
-    such as a prompt's, could be any id.
+    """The ids that could be sampled as the next token (those that top-k, top-p and the like did not exclude), for each
+    position of some rows. Log-probs are computed over only these ids. This class is the tensor form of `Support`. For a
+    next token that was not sampled, such as a prompt's token, it contains all ids.
 
     Attributes:
         words: (n,) int32, the ids: for each token as a list, as a list of the ids left out, or as a bit mask. `Support`

@@ -88,8 +88,8 @@ class Sampling:
     Attributes:
         max_tokens: the largest number of tokens of one turn's completion.
         temperature, top_p, top_k, min_p, repetition_penalty: as in TRL; `top_k` of 0 or -1 keeps every token.
-        logprobs: None asks for no log-probs; 0 for those of the sampled tokens; N also for those of the N most probable
-            tokens at each position.
+        logprobs: None requests no log-probs. 0 requests the log-prob of each sampled token. N requests, in addition,
+            the log-probs of the N most probable tokens at each position.
         extra: further engine-specific sampling arguments (TRL's `generation_kwargs`); these take precedence over the
             fields above.
         regex: completions must match this regular expression.

@@ -146,7 +146,8 @@ def predict(
         shared: whether the engine's weights are the policy's memory.
         asleep: the owners ("engine weights", "KV cache") whose memory the engine gives back during TRAIN; a KV cache
             that it gives back is also away during the weight sync.
-        offloaded: the owners (of optimizer, gradients and policy) that are offloaded to host memory during ROLLOUT.
+        offloaded: the owners (some of "optimizer", "gradients" and "policy") whose memory is offloaded to the host
+            during ROLLOUT.
     """
     trainable = [p for p in parameters if p.trainable]
     optimizer_state, notes = optimizer_bytes(optimizer, trainable)
@@ -169,12 +170,12 @@ def predict(
 
 
 def predict_fitting(capacity: int, leaving: Sequence[str], least: int = 0, **given: Any) -> Prediction:
-    """Return the result of `predict` with as few owners offloaded during ROLLOUT as needed to fit into `capacity`
-    bytes; with all of them where even that does not suffice.
+    """Return the result of `predict` with as few owners offloaded during ROLLOUT as are needed to fit into `capacity`
+    bytes. If the memory does not fit even with all of them offloaded, the result has all of them offloaded.
 
     Args:
         capacity: the bytes that may be used.
-        leaving: the owners that may be offloaded, the one to be offloaded first in front.
+        leaving: the owners that may be offloaded, in the order in which they are offloaded.
         least: number of owners that are offloaded in any case.
         given: arguments of `predict`.
     """
@@ -208,7 +209,8 @@ def optional_state_bytes(optimizer: Any) -> int:
     largest second moment (amsgrad), the mean gradient (centered).
 
     Args:
-        optimizer: an optimizer of torch, with or without its state made; for other classes the result is 0.
+        optimizer: an optimizer of torch, before or after its first step, which makes its state. For optimizers of other
+            classes, the result is 0.
     """
     options = {
         name for kind in type(optimizer).__mro__ for name in _OPTIONS.get(f"{kind.__module__}.{kind.__name__}", ())

@@ -224,7 +224,7 @@ class Host:
         return None
 
     def require(self, names: Iterable[str], where: str) -> None:
-        """Refuse settings for plugins that are not loaded, which nothing would read.
+        """Refuse settings for plugins that are not loaded, because nothing would read these settings.
 
         Args:
             names: names of the plugins that have settings.

@@ -103,7 +103,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _sums(words: Tensor) -> list[Tensor]:
-    """Return the numbers that stand for some words (64-bit integers) in a fingerprint, as 1-D tensors.
+    """Return the numbers that `fingerprint` hashes in place of some words (64-bit integers), as 1-D tensors.
 
     The words are laid out as a matrix with SIDE (2047) columns and an odd number of rows, since an even number of equal
     changes of the highest bit would add up to 0. The result is the matrix's column sums, its row sums, and the words

@@ -62,11 +62,11 @@ def _is_merged(layer: BaseTunerLayer) -> bool:
 def refuse_idle(policy: Policy, optimizer: Optimizer) -> None:
     """Refuse a run whose optimizer would change no weight of the policy.
 
-    Only torch's and transformers' optimizers are checked: others may hold copies of the weights, and DeepSpeed's holds
-    none between its steps. For them the first step shows whether weights are written.
+    Only optimizers of torch and transformers are checked. Others may hold copies of the weights, and DeepSpeed's
+    optimizer holds no weights between its steps. For such optimizers, the first step shows whether weights are written.
 
     Args:
-        optimizer: torch's, or accelerate's around it.
+        optimizer: the run's optimizer, with or without accelerate's wrapper around it.
 
     Raises:
         ConfigError: no parameter of the policy that requires gradients is in the optimizer (TRL issue #6700).
@@ -114,11 +114,11 @@ def _why(policy: Policy) -> str:
 
 
 class FirstStep:
-    """Checks that the optimizer changes the weights that are synced, at the first step in which it must.
+    """Checks that the optimizer changes the weights that are synced, at the first step that must change them.
 
-    An optimizer may hold other memory than the model's parameters, or its updates may be rounded away. A step has to
-    change something where the learning rate and some gradient are above zero and no gradient overflowed; the steps
-    before it (a warm-up from 0, groups with equal rewards, a masked batch) show nothing. Trainable parameters that got
+    An optimizer may hold other memory than the model's parameters, or its updates may be rounded away. A step must
+    change some weights if its learning rate and some gradient are not zero, and no gradient overflowed. Steps before
+    this one (a warm-up from 0, groups with equal rewards, a masked batch) show nothing. Trainable parameters that got
     no gradient in that step are named in a warning or an error.
     """
 
@@ -302,8 +302,9 @@ times as much."""
 
 
 class StepSizes:
-    """A check that none of the first STEPS (4) optimizer steps moves weights further than its learning rate explains,
-    as a miscomputed step would. It compares a sample of the weights before and after each of these steps."""
+    """A check that none of the first STEPS (4) optimizer steps moves weights further than its learning rate explains. A
+    step that does so was computed wrongly. The check compares a sample of the weights before and after each of these
+    steps."""
 
     def __init__(self) -> None:
         self._left = STEPS
@@ -328,8 +329,9 @@ class StepSizes:
 
     @torch.no_grad()
     def ended(self, trained: Mapping[str, nn.Parameter]) -> str | None:
-        """Return how far the step that has ended moved the weights, as the end of an error message, where its learning
-        rate cannot explain it; None where it can, or where nothing was recorded before the step.
+        """Return how far the step that has ended moved the weights, if its learning rate cannot explain this. The text
+        is the end of an error message. Return None if the learning rate explains it, if a gradient is not finite, or if
+        nothing was recorded before the step.
 
         Args:
             trained: the parameters that the optimizer updates, by name.

@@ -439,7 +439,8 @@ def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     parameters of `root.parameters()`, in the same order.
 
     They are read anew at every call, since a parameter may be replaced between two rollouts without any event. To keep
-    that cheap, modules without parameters, which are most in an adapted model, are skipped at once.
+    this cheap, modules that hold no parameters directly are skipped at once. In an adapted model, most modules hold
+    none.
     """
     tables = [table for module in modules if (table := module._parameters)]
     return list({id(p): p for table in tables for p in table.values() if p is not None}.values())

@@ -2,7 +2,8 @@
 the same on every rank.
 
 TRL needs exactly as many rows on each rank as its data loader returned, with the completions of a prompt next to each
-other in the order of the ranks. So each round has equally many rows on every rank, and whole groups over all of them.
+other in the order of the ranks. So each round has equally many rows on every rank, and the rows of all ranks together
+are whole groups.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ def rows_per_rank(groups: int, size: int, world: int) -> int:
 
 
 def batch_of(rounds: Sequence[Sequence[bool]], needed: int) -> list[Place]:
-    """Choose `needed` groups for a batch: first the kept ones, in the order of their sampling, then others if the kept
-    ones are too few.
+    """Choose `needed` groups for a batch: first the groups that may be trained on, in the order in which they were
+    sampled; then, if these are too few, other groups.
 
     Args:
         rounds: for each round, whether each of its groups may be trained on; all rounds together have at least `needed`
             groups.
 
     Returns:
-        For each chosen group, its round, its index among the groups of that round, and whether it is a kept one; in the
+        For each chosen group, its round, its index among the groups of that round, and whether it is trained on; in the
         order in which the groups were chosen.
     """
     places = [Place(r, g, kept) for r, groups in enumerate(rounds) for g, kept in enumerate(groups)]

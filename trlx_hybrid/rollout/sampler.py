@@ -34,7 +34,7 @@ class Sampler:
         source: the component that returns the completions: a plugin's rollout, or the engine behind the built-in one.
 
     Attributes:
-        source: the argument of this name; errors name it.
+        source: the component that returns the completions; errors name it.
     """
 
     def __init__(self, ranks: Ranks, sampling: Sampling, run_seed: int, source: Component | None) -> None:

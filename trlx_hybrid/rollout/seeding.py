@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 def request_seed(run_seed: int, stream: str, weight_version: int, row: int, generation: int, turn: int) -> int:
     """Return the seed of one request, a hash of the arguments, which identify the request.
 
-    It does not depend on which rank asks, in which order, how many processes there are, and who else drew random
-    numbers. So the ranks of one replica agree, runs repeat on another number of processes, and resumes are exact,
-    without generator state in checkpoints.
+    The seed does not depend on the number of processes, on the rank that computes it, on the order of the calls, or on
+    random numbers that other code has drawn. So the ranks of one replica agree, runs repeat on another number of
+    processes, and resumes are exact, without generator state in checkpoints.
 
     Args:
         run_seed: the run's seed (TRL's `seed`).
         stream: "train" or "eval", which get different seeds.
         weight_version: version of the weights that will sample.
-        row: number of the prompt among those of this weight version and stream, over all ranks.
+        row: number of the prompt among all prompts of this weight version and stream, over all ranks.
         generation: index within the prompt's group.
         turn: turn of the trajectory.
 

@@ -56,8 +56,8 @@ class Supports:
     for each token, the ids that the engine could sample it from (after top-k, top-p and the like).
 
     TRL and users' own rollouts pass on tokens only, may sample a row of a batch in several turns, and may cut the last
-    turn. So the support of a row is assembled turn by turn, each time from a recorded completion that followed the same
-    tokens and begins with the same ones.
+    turn. So the support of a row is assembled turn by turn. For each turn, a recorded completion is used that was
+    sampled after the same tokens, and that begins with the tokens which the row has there.
     """
 
     def __init__(self) -> None:

@@ -28,10 +28,11 @@ def mode_of(trainer: StockTrainer) -> str:
 
 
 class StockTrainer:
-    """A trainer of TRL's, as this package knows it. The class exists for annotations: nothing is made of it.
+    """A trainer of TRL's, as this package knows it. The class exists for annotations only, and no object of it is ever
+    made.
 
-    Not every trainer of TRL's has all of these attributes. Code that reads one which may be missing uses `getattr` with
-    a default.
+    Not every trainer of TRL's has all of these attributes. Code that reads an attribute which may be missing uses
+    `getattr` with a default.
 
     Attributes:
         session: this package's live objects of the run, see `Session`; all other attributes are TRL's or transformers'.

@@ -84,8 +84,8 @@ def check_bits(
 
 
 def sample_probe(engine: Engine, policy: Policy, component: Component) -> tuple[list[int], Completion]:
-    """Let the engine sample a completion for a short prompt, with log-probs, which the policy's are compared with.
-    Collective.
+    """Let the engine sample a completion for a short prompt, with log-probs, which can then be compared with the
+    policy's. Collective.
 
     Args:
         policy: gives the size of the vocabulary, from which the prompt's ids are made.
@@ -166,7 +166,7 @@ def allowed_gap(
 
     Returns:
         The largest difference of one token's log-probs, in nats, and the share of a batch's tokens that may differ by
-        more. With a share of 0 no token may; with any other, a few tokens may, however small the batch is.
+        more. If the share is 0, no token may differ by more; otherwise a few tokens may, however small the batch is.
     """
     dtype = coarsest(engine.dtype, *policy.dtypes, autocast)
     default = QUANTIZED_TOLERANCE if engine.quantized else TOLERANCE.get(dtype, max(TOLERANCE.values()))

@@ -38,7 +38,8 @@ class Trainer(Protocol):
 def run_with(
     *, plugins: Sequence[object], model: Any, tokenizer: Any, max_tokens: int = TOKENS, **config: Any
 ) -> Iterator[HybridEngine]:
-    """A context with a new `HybridEngine`, a run without a trainer; it is closed at the end.
+    """Return a context with a new `HybridEngine`, which is a run without a trainer. The engine is closed when the
+    context ends.
 
     Args:
         plugins: objects with hook implementations that offer components.

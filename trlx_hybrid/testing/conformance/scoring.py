@@ -198,8 +198,8 @@ class _Checked:
         )
 
     def groups(self) -> None:
-        """Check the micro-batches that the scoring chooses, and how many of them share a forward and backward pass, if
-        it chooses these."""
+        """Check the micro-batches that the scoring chooses, and its number of micro-batches per forward and backward
+        pass. A choice that the scoring leaves to the trainer is not checked."""
         tokens = [len(prompt) + length for prompt, length in zip(PROMPTS, LENGTHS, strict=True)]
         if self._scoring.balanced:
             input_ids, mask = _batch(self._model.base.device)

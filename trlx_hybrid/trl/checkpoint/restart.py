@@ -177,13 +177,14 @@ def started(ranks: Ranks, output_dir: Path, choose: Callable[[], Start], *, save
     Args:
         choose: a function that returns the starting point, for example `newest_start` of the folder.
         saves: whether this rank writes checkpoints.
-        writes: whether the run writes any.
+        writes: whether the run writes checkpoints at all.
 
     Returns:
         Where this rank begins.
 
     Raises:
-        ConfigError: `choose` raised it on a rank, or ranks see different checkpoints: some of them would start over.
+        ConfigError: `choose` raised it on a rank; or the ranks see different checkpoints, so that they would begin at
+            different steps.
     """
     first = ranks.by_first(choose)
     own, problem = first if ranks.rank == 0 else None, None

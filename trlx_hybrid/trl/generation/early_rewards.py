@@ -1,10 +1,10 @@
-"""Rewards of finished groups that are started while other groups (the completions of one prompt) are being sampled.
+"""Rewards of finished groups (the completions of one prompt), started while other groups are still being sampled.
 
-TRL scores a rollout once all of it is sampled, and the longest tenth of the rows takes half of the sampling time. With
-tools and environments, it is the rows with the slowest calls that take it. A reward that is computed elsewhere need not
-wait for them. If a reward function has a true attribute `begins_early`, its method `prepare` is called before the
-rollout, and its method `begin`, which must return at once, for each group that is complete. When TRL calls the function
-itself, for all rows, the rewards are under way.
+TRL scores a rollout after all rows are sampled, and the longest tenth of the rows takes half of the sampling time. With
+tools and environments, the rows with the slowest calls take this time. A reward that is computed elsewhere need not
+wait for these rows. If a reward function has a true attribute `begins_early`, its method `prepare` is called before the
+rollout. Its method `begin` is called for each group as soon as the group is complete, and must return at once. When TRL
+calls the function itself, for all rows, the rewards are already being computed.
 """
 
 from __future__ import annotations

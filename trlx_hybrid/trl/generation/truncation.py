@@ -80,11 +80,11 @@ def note_truncated(trainer: StockTrainer, run: RunState) -> None:
 
 
 def handed_on(trainer: StockTrainer, batch: Batch) -> Any:
-    """Return a rollout's result as TRL's `_generate` should return it.
+    """Return a rollout's result in the form in which TRL's `_generate` must return it.
 
-    TRL takes a row as truncated if it does not end with an end token. If those are not the rows that the engine cut at
-    their limit, TRL's own masking is switched off for the batch, and for GRPO the loss masks of the rows that were cut
-    are set to 0. The caller must restore the trainer's attribute `mask_truncated_completions` after the batch.
+    TRL counts a row as truncated if it does not end with an end token. If the engine cut other rows at their limit than
+    these, TRL's own masking is switched off for the batch. For GRPO, the loss masks of the rows that the engine cut are
+    then set to 0. The caller must restore the trainer's attribute `mask_truncated_completions` after the batch.
     """
     batch.masked = None
     generated, rows = batch.generated, batch.truncated

@@ -52,8 +52,8 @@ class JoinedPass:
 
     @property
     def taken(self) -> bool:
-        """True once `take` has returned the scores of every micro-batch. When the last micro-batch's loss is computed,
-        too, `backward` can be called."""
+        """True once `take` has returned the scores of every micro-batch. `backward` can be called as soon as the loss
+        of the last micro-batch is computed."""
         return not self._waiting
 
     def backward(self) -> None:
@@ -72,8 +72,9 @@ def _apart(tensor: Tensor) -> Tensor:
 
 
 def joinable(trainer: StockTrainer, micro_batch: dict[str, Any], done: int) -> list[dict[str, Any]]:
-    """Return the micro-batches that one forward pass could compute together: the given one, and those that follow it in
-    the optimizer step. Only the given one where the kind of data parallelism or differing shapes rule it out.
+    """Return the micro-batches that one forward pass could compute together: the given one, and the ones that follow it
+    in the optimizer step (under DDP, without the step's last). Return only the given one if another kind of data
+    parallelism than FSDP2 and DDP is used, or if the shapes of the micro-batches differ.
 
     Args:
         done: number of the step's micro-batches that came before the given one.

@@ -79,9 +79,9 @@ class ScoringCall:
         entropies, router_loss: whether TRL wants the entropies, and the loss that balances experts.
         images: image tensors by name, as TRL passes them.
         experts: (B, P + T, layers, experts per token) int16, the experts that compute the rows' tokens, -1 where the
-            model chooses; None where it chooses all. Found by the call.
+            model's router chooses; None if the router chooses for all tokens. Set by the call itself.
         kept: the ids from which the rows' tokens were sampled, over which log-probs are computed; None for the whole
-            vocabulary. Found by the call.
+            vocabulary. Set by the call itself.
         masses: for each forward pass over kept ids, a (2,) float: the sum, over the sampled tokens, of the logarithm of
             the kept ids' probability in the whole distribution; and the number of these tokens.
     """

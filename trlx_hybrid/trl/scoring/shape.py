@@ -135,9 +135,9 @@ def furthest(batch: Mapping[str, Any], nats: float) -> int:
 
 
 def fault(one: Mapping[str, Any], scored: Tensor, row: int, allowed: tuple[float, float]) -> str | None:
-    """Return a text if a row shows that engine and trainer differ because of the micro-batch's shape, else None. It
-    shows this if the trainer's log-probs differ too much from the engine's as the row was scored in the micro-batch,
-    but not as it is scored alone.
+    """Return a text if a row shows that engine and trainer differ because of the micro-batch's shape, else None. A row
+    shows this if the trainer's log-probs of the row in its micro-batch differ too much from the engine's, and the
+    trainer's log-probs of the row alone do not.
 
     Args:
         one: the row as a batch of size 1, from `alone`, with the engine's log-probs and those from the micro-batch.

@@ -1,7 +1,7 @@
 """All code of this plugin that uses undocumented names of vLLM, or replaces parts of vLLM.
 
-The rest of the plugin uses `DOCUMENTED` only; `tests/test_vllm_names.py` holds it to that. Each module here declares in
-`PATCHES` what it replaces, and `docs/vllm.md` is the table of these declarations.
+The rest of the plugin uses only the names in `DOCUMENTED`, as `tests/test_vllm_names.py` checks. Each module here
+declares in `PATCHES` what it replaces, and `docs/vllm.md` is the table of these declarations.
 """
 
 from __future__ import annotations

@@ -74,15 +74,17 @@ A heap with torch in it has some hundred thousand objects.
 
 @contextmanager
 def frozen_heap(kept: bool) -> Iterator[None]:
-    """Keep Python objects frozen that were frozen before (`gc.freeze`), while vLLM starts or ends inside the context.
+    """Keep the Python objects frozen (`gc.freeze`) that were frozen before, while vLLM starts or ends inside the
+    context.
 
-    vLLM freezes the whole heap when it starts. It unfreezes all of it after a capture of graphs and at its end, since
-    otherwise nothing of the engine could be collected. Python does not tell what vLLM froze from what was frozen
-    before. So where something was frozen before, `gc.freeze` and `gc.unfreeze` do nothing inside.
+    vLLM freezes the whole heap when it starts. It unfreezes the whole heap after a capture of graphs and when it ends,
+    since otherwise the engine's objects could never be collected. Python cannot tell the objects that vLLM froze from
+    the objects that were frozen before. So if some were frozen before, `gc.freeze` and `gc.unfreeze` do nothing inside
+    the context.
 
     Args:
-        kept: whether objects were frozen before the engine was built. False, too, if the user's code has called
-            `gc.freeze` since then, which froze the engine as well: it could not be collected.
+        kept: whether objects were frozen before the engine was built. Pass False, too, if the user's code has called
+            `gc.freeze` since then: this froze the engine's objects as well, and they must be unfrozen to be collected.
     """
     if not kept:
         yield
@@ -93,13 +95,14 @@ def frozen_heap(kept: bool) -> Iterator[None]:
 
 @contextmanager
 def cache_kept(wanted: int = 0) -> Iterator[None]:
-    """Keep the cache of torch's allocator during vLLM's sleep and wake-up, which would return all of it to the driver.
+    """Keep the cache of torch's allocator while vLLM sleeps or wakes up, since vLLM would return the whole cache to the
+    driver.
 
-    The trainer's next loss then need not ask the driver for the memory again, in some five hundred calls. Inside, no
-    thread of the process can empty the cache.
+    The trainer's next loss then need not ask the driver for the memory again, in some five hundred calls. Inside the
+    context, no thread of the process can empty the cache.
 
     Args:
-        wanted: bytes of the device that must be free; with fewer, vLLM may empty the cache.
+        wanted: the number of bytes of device memory that must be free. If fewer are free, vLLM may empty the cache.
     """
     if not torch.cuda.is_available() or torch.cuda.mem_get_info()[0] < wanted:
         yield
@@ -112,11 +115,13 @@ def cache_kept(wanted: int = 0) -> Iterator[None]:
 
 @contextmanager
 def compiled_once(folder: str, joined: bool) -> Iterator[None]:
-    """Let vLLM reuse what an earlier start compiled, although the model's folder has another, random name each time.
+    """Let vLLM reuse the code that an earlier start compiled, although the model's folder has a new random name each
+    time.
 
-    vLLM keeps compiled models under a hash of its config, which includes the model's path. With another path, every
-    start would compile anew, time and choose kernels anew, which may then round differently, and leave one more folder
-    in vLLM's cache. The hash covers the model's config as well, so different models are still told apart.
+    vLLM keeps compiled models under a hash of its config, which includes the model's path. With a new path, every start
+    would compile again, and leave one more folder in vLLM's cache. It would also time and choose kernels again, and
+    other kernels may round differently. The hash covers the model's config as well, so different models still have
+    different hashes.
 
     Args:
         folder: the model's path.

@@ -1,10 +1,10 @@
 """Steps of vLLM's engine core: a class that queues requests, runs steps, and turns their outputs into completions.
 
-`LLM.generate` turns every token of every step into text, log-prob and output objects, one request at a time; at 256
-sequences that takes longer than the GPU needs for the step. Here the engine core's step outputs are kept as they come
-and turned into lists once, at the end; where this plugin's `DecodeScheduler` runs, it holds tokens back until a request
-finishes. Requests with stop strings, or with more log-probs than the sampled tokens', go through vLLM's own output
-processing.
+`LLM.generate` turns every token of every step into text, log-prob and output objects, one request at a time. At 256
+sequences, this takes longer than the GPU needs for the step. Here, the outputs of the engine core's steps are stored as
+they come, and turned into lists once, when a request finishes. This plugin's `DecodeScheduler`, where it runs, holds
+tokens back until their request finishes. Requests with stop strings, or with log-probs of other tokens than the sampled
+ones, go through vLLM's own output processing.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Partial:
 class Stepper:
     """Queues requests in an in-process engine core, runs its steps, and returns completions as requests finish.
 
-    No other requests may be in the engine at first.
+    The engine must have no unfinished requests when the `Stepper` is made.
 
     The first text request goes through vLLM's input processing, which checks the parameters and completes them. The
     other requests are copies of the first, and only their prompts are checked. That saves a third of the time that a

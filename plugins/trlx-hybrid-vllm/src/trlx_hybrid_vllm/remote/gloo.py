@@ -1,6 +1,6 @@
 """A weight transfer over gloo, through host memory, for machines where vLLM's own transfer engines do not work.
 
-vLLM's own need GPUs, and an NCCL that vLLM can use.
+vLLM's own transfer engines need GPUs, and a version of NCCL that vLLM can use.
 
 The transfer over gloo is registered with vLLM's two factories, and is used like vLLM's `nccl` engine: the trainer's
 rank 0 hosts a store, every worker of every engine joins it, and an update is a series of broadcasts. Every wait ends

@@ -59,7 +59,8 @@ class ServedWorker:
         were never written to, and the system maps pages of zeros for them.
 
         Args:
-            names, dtypes, shapes: of the checkpoint tensors; dtypes by torch's names.
+            names, dtypes, shapes: name, dtype and shape of each checkpoint tensor; dtypes as torch names them, such as
+                "bfloat16".
 
         Returns:
             Two lists: for each tensor a list of the slices of it that this worker keeps (`PlainRoute`), and the names
@@ -131,13 +132,14 @@ class ServedWorker:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The slices that the workers of one server keep of each checkpoint tensor. All servers of a run keep the same.
+    """The slices that the workers of one server keep of each checkpoint tensor. The slices are the same on all servers
+    of a run.
 
     With these, the trainer computes the digests that the workers must have after a sync.
 
     Attributes:
-        of: by checkpoint name, then by worker: each slice of the tensor that its loader reads, and the dtype that it is
-            kept in.
+        of: for each checkpoint name a list with an entry for each worker: pairs of the dtype in which the worker keeps
+            a slice of the tensor, and the slice.
     """
 
     of: dict[str, list[list[tuple[torch.dtype, Slice]]]]
@@ -204,7 +206,7 @@ class Routes:
 
 
 def differing(expected: dict[str, list[list[int]]], servers: Sequence[Sequence[Any]]) -> list[str]:
-    """Return the names of tensors that a server holds with other bits.
+    """Return the names of the tensors of which some worker reported other digests than expected.
 
     Args:
         expected: the digests of the policy's tensors, by name: a list per worker with the digest of each slice.

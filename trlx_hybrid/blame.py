@@ -16,7 +16,7 @@ function that the component was given to call."""
 
 
 class Blamed(Protocol):
-    """A component to which an error can be attributed. `str` of it names the component and its plugin."""
+    """A component to which an error can be attributed. `str()` of a component names the component and its plugin."""
 
     @property
     def way_out(self) -> str:

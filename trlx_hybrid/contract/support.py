@@ -70,7 +70,7 @@ class Support:
         return len(self.bounds)
 
     def __add__(self, other: Support) -> Support:
-        """Return one `Support` for the tokens of this one, followed by those of the other."""
+        """Return one `Support` for the tokens of this object, followed by the tokens of `other`."""
         moved = np.where(other.bounds == UNSAMPLED, UNSAMPLED, other.bounds + len(self.words))
         return Support(np.concatenate([self.words, other.words]), np.concatenate([self.bounds, moved]), self.vocabulary)
 
@@ -252,7 +252,7 @@ class KeptTokens:
 
 def tensors_of(supports: Sequence[Support], completion_length: int) -> dict[str, Tensor]:
     """Return tensors that say which ids each token of a batch could be sampled from, by the keys that they have in the
-    batch. They stay in host memory: each forward pass copies the part of its own rows to the device.
+    batch. The tensors stay in host memory: each forward pass copies only its own rows to the device.
 
     Args:
         supports: for each of the B completions, in order, the ids that its tokens could be sampled from.

@@ -214,7 +214,7 @@ class Trajectory:
     Attributes:
         prompt_ids: token ids of the prompt.
         completion_ids: every token after the prompt, sampled or observed.
-        loss_mask: 1 for tokens that were sampled, 0 for those a tool or environment inserted.
+        loss_mask: 1 for tokens that were sampled, 0 for tokens that a tool or environment inserted.
         logprobs: log-prob of each token of `completion_ids` under the sampling policy, or None where not asked for.
         completion: the decoded completion: text, or chat messages for conversational prompts; None where the
             trainer does not decode.

@@ -50,8 +50,8 @@ def fingerprint(*groups: Iterable[Tensor]) -> int:
 
 @torch.no_grad()
 def sample(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return about 64 elements of each tensor, spread evenly over it, concatenated per dtype and device. It is cheap to
-    compare with an earlier sample, and most writes change so many elements that it differs."""
+    """Return about 64 elements of each tensor, spread evenly over it, concatenated per dtype and device. To compare it
+    with an earlier sample is cheap, and shows most writes, because most writes change many elements."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         count = tensor.numel()

@@ -56,8 +56,8 @@ def _digest(key: bytes) -> int:
 def preserved_generators() -> Iterator[None]:
     """Restore the global generators of `random`, NumPy and torch (CPU and current GPU) on exit.
 
-    Building an engine and each of its calls draw from them, which would change dropout and data order of the
-    training around it.
+    Without this, building an engine and calling it would draw random numbers from these generators, and so change the
+    dropout and the data order of the training.
     """
     import numpy as np
     import torch

@@ -37,8 +37,8 @@ class Endings:
             self._truncated[hash((*prompt_ids, *completion_ids))] = finish_reason == "length"
 
     def truncated(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> bool | None:
-        """Return whether a row was cut off at its length limit; None where no turn was recorded whose tokens, with all
-        tokens before it, are those of the row.
+        """Return whether a row was cut off at its length limit; None if no turn is recorded whose tokens, together with
+        all tokens before the turn, equal the row's tokens.
 
         Args:
             prompt_ids: the tokens of the row's prompt.

@@ -130,8 +130,9 @@ class SampledGroups:
         } | ({} if environments is None else {"environments": [environments[row] for row in rows]})
 
     def _completion(self, row: int, request: Request, completion: Completion) -> Any:
-        """Return a completion in the form in which TRL passes it to reward functions: text, or a list with one message
-        where the prompt is messages. GRPO parses it into a message where the tokenizer can, RLOO does not."""
+        """Return a completion in the form in which TRL passes it to reward functions: a text, or a list with one
+        message if the prompt is a list of messages. GRPO parses it into a message where the tokenizer can, RLOO does
+        not."""
         trainer = self._trainer
         messages, tokenizer = not isinstance(self._prompts[row], str), trainer._tokenizer
         templates = (getattr(tokenizer, name, None) for name in ("response_template", "response_schema"))

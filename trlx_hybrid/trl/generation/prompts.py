@@ -17,8 +17,8 @@ ROWS = 10_000  # rows per batch that is read
 def refuse_missing_prompts(dataset: Any, name: str) -> None:
     """Refuse a dataset with a row whose prompt is None or a conversation without messages.
 
-    Reads only the prompts, in Arrow's format, and only of a `datasets.Dataset`: other datasets, or ones whose rows a
-    function makes, may not be readable twice. An empty text is no error, since some tokenizers begin texts with a
+    Reads only the prompts, in Arrow's format, and only of a `datasets.Dataset`: other datasets, and datasets whose rows
+    a function makes, can perhaps not be read twice. An empty text is no error, since some tokenizers begin texts with a
     token.
 
     Args:

@@ -38,8 +38,8 @@ log-probs are still to be computed by the loss."""
 
 
 def reads_old(trainer: StockTrainer) -> bool:
-    """Return whether TRL computes old log-probs after a rollout at all: it does not where they would equal those of the
-    loss."""
+    """Return whether TRL computes old log-probs after a rollout at all. TRL does not if they would equal the log-probs
+    of the loss."""
     if trainer._base_name == "RLOO":
         return True
     every = micro_batches_of_a_rollout(trainer)
@@ -118,7 +118,7 @@ class DeferredLogProbs:
 
     def outlived(self, version: int) -> bool:
         """Return whether the last training rollout's old log-probs can no longer be completed: some of its rows have
-        not been in a loss yet, and the weights have changed since the rollout. This is so where an earlier `train()`
+        not been in a loss yet, and the weights have changed since the rollout. This happens if an earlier `train()`
         stopped before it had used all rows.
 
         Args:

@@ -1,5 +1,5 @@
-"""The reference model of the KL term (`beta > 0`) for policies that are PEFT adapters: repairs of what TRL gets wrong
-about it, without changing the policy.
+"""The reference model of the KL term (`beta > 0`) for policies that are PEFT adapters: corrections of TRL's errors with
+this model, without changing the policy.
 
 TRL 1.16 scores the reference with the adapters off if it added the adapter itself (`peft_config`). If it is given a
 PEFT model, it adds an adapter "ref", a copy of the adapter named "default", switches to "ref" and back. Three things go
@@ -145,8 +145,8 @@ def active_adapters(trainer: StockTrainer) -> Iterator[None]:
 
 def activate_copies(model: Any) -> None:
     """Activate the frozen copies of all adapters that are trained together, if TRL has switched a PEFT model to its
-    reference adapter "ref", which is a copy of the first of them only. Called before each scoring. TRL switches "ref"
-    off by itself, and `adapters_kept`, around TRL's code, restores the active adapters."""
+    reference adapter "ref", which is a copy of only the first of these adapters. Called before each scoring. TRL
+    switches "ref" off by itself, and `adapters_kept`, around TRL's code, restores the active adapters."""
     if not tuned(model) or model.active_adapter != REFERENCE:
         return
     further = [name for name in model.peft_config if name.startswith(FURTHER)]

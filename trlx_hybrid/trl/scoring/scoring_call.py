@@ -102,8 +102,8 @@ class ScoringCall:
     masses: list[Tensor] = field(default_factory=list)
 
     def scores(self) -> Scores:
-        """Return the rows' scores, after storing what the run needs of them. Placeholders of 0 where the losses will
-        compute the old log-probs. Collective."""
+        """Return the rows' scores, after storing what the run needs of them. Return placeholders of 0 if the losses
+        will compute the old log-probs. Collective."""
         run, micro_batch = self.run, self.run.micro_batch
         if micro_batch is not None and micro_batch.logs_again:
             return micro_batches.kept(micro_batch.inputs)

@@ -111,9 +111,9 @@ def parts(one: Mapping[str, Any], scored: Tensor) -> Tensor:
 
 
 def log(metrics: dict[str, list[float]], of_ranks: Tensor) -> None:
-    """Log the mean and the largest difference of log-probs over all ranks: those between a row in its micro-batch and
-    the row alone (SHAPE), and those between the engine and the row alone (ROUNDING). Nothing is logged where no rank
-    has a token that can be compared.
+    """Log the mean and the largest value, over all ranks, of two differences of log-probs: between a row in its
+    micro-batch and the row alone (SHAPE), and between the engine and the row alone (ROUNDING). Nothing is logged where
+    no rank has a token that can be compared.
 
     Args:
         metrics: TRL's training metrics.

@@ -1,7 +1,7 @@
 """Rewards for CURE, in which one model writes programs and unit tests. A matrix of which program passes which test
 gives the rewards of both.
 
-Wang et al. 2025, https://arxiv.org/abs/2506.03136; the rewards are those of the authors' code.
+Source: Wang et al. 2025, https://arxiv.org/abs/2506.03136. The rewards are computed as in the authors' code.
 """
 
 from __future__ import annotations
@@ -94,15 +94,15 @@ def matrix_rewards(
 
 
 class CureReward:
-    """A TRL reward function for a model that writes both programs and unit tests. Its rows are those of the dataset
-    that `two_speakers` builds: for each task, a prompt for a program and a prompt for a test.
+    """A TRL reward function for a model that writes both programs and unit tests. It needs the dataset that
+    `two_speakers` builds, with two rows per task: a prompt for a program and a prompt for a test.
 
     Collective: all ranks must call it, because the completions of a task may be on several ranks.
 
     Every program is run with the ground-truth tests of its task and with all tests generated for this task, and each
-    rank runs its share of the programs. A program is rewarded for the ground-truth tests that it passes; a test, for
-    telling wrong programs from right ones (`matrix_rewards` has the formulas). A completion without a program passes no
-    test; a completion without a test passes no program.
+    rank runs its share of the programs. A program is rewarded for the ground-truth tests that it passes; a test is
+    rewarded if it rejects wrong programs and passes right programs (`matrix_rewards` has the formulas). A completion
+    without a program passes no test; a completion without a test passes no program.
 
     Logs `cure/pass@1`, the share of programs that are right; `cure/precision`, the share of generated tests that all
     right programs pass, over tasks that have a right program; `cure/seconds`, the time of the sandbox; and

@@ -1,5 +1,5 @@
-"""The judge: the process that judges programs by their tests. It executes neither itself, but has other processes do
-so.
+"""The judge: the process that judges programs by their tests. It executes no program and no test itself: other
+processes do this.
 
 The module `sandbox` starts this process, which imports only the standard library and this package. It reads jobs, each
 a program with its tests, from standard input, and writes the verdicts to standard output. Each program and each test

@@ -61,8 +61,8 @@ class Progress:
 
         Args:
             done: the number of trajectories that are over.
-            sampling: the number of those that wait for the engine.
-            calling: the number of those that wait for a tool.
+            sampling: the number of trajectories that wait for the engine.
+            calling: the number of trajectories that wait for a tool.
         """
         now = time.perf_counter()
         if self._bar.disable or now - self._shown < self._interval:

@@ -147,7 +147,7 @@ class NodeActor:
             script: the script's path as typed, relative to the folder.
             config: the text of accelerate's config file.
             variables: environment variables for the ranks, from the launcher.
-            folder: the working folder; None to stay in the one that Ray made for the job.
+            folder: the working folder; None to stay in the folder that Ray made for the job.
             gpus: ids of the GPUs for this node's ranks, for `CUDA_VISIBLE_DEVICES`.
             first_rank: the first rank on this node.
             alone: whether the run has a single rank, which accelerate starts without torchelastic.
@@ -236,7 +236,7 @@ class NodeActor:
     def _events(self) -> tuple[dict[int, int], list[tuple[int | None, int, float]]]:
         """Read the lines that `accelerate_launch` has added to its file of events since the last call. Returns the
         process ids of ranks that have started, by rank, and (rank, exit code or minus the signal's number, time) of
-        those that have ended."""
+        ranks that have ended."""
         path = self._folder / "events"
         started, ended = {}, []
         for line in self._new(path).splitlines() if path.exists() else ():

@@ -261,7 +261,7 @@ class Segments:
 
     def remove(self) -> list[str]:
         """Remove the recorded segments that still have a name and that no process maps any more. Returns the names of
-        the removed ones."""
+        the removed segments."""
         left = {name for name in self._seen if os.path.exists(SHARED_MEMORY + name)}
         for pid in psutil.pids() if left else ():
             left -= mapped(pid)

@@ -15,7 +15,8 @@ class ReshardOptions:
         deadline: seconds to wait for a rank that is alive and has not come to the sync. Such a rank may be saving a
             checkpoint. The default equals transformers' own limit for that, `ddp_timeout`. A dead rank is not waited
             for.
-        stall: seconds without any data arriving, once all ranks are in the sync, after which the sync counts as failed.
+        stall: a number of seconds. If no data arrives for so long, after all ranks have come to the sync, the sync
+            counts as failed.
         bucket_bytes: the bytes that one rank receives and packs at a time, which make one bucket. A sync takes at most
             two buckets of extra memory, unless a single row of a tensor is larger.
         record: whether, on a CUDA device, the copies of a sync are replayed as CUDA graphs from the second sync of the

@@ -154,8 +154,8 @@ def widened(to: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
     """Return views of two tensors in the widest elements that their rows and addresses allow, so that a copy between
     them is faster. If the copy casts, the tensors are returned as they are.
 
-    The time of a strided copy grows with the number of elements. In elements of 16 bytes, a bf16 tensor has one eighth
-    as many.
+    The time of a strided copy grows with the number of elements. Viewed in elements of 16 bytes, a bf16 tensor has one
+    eighth of the elements.
     """
     if to.dtype != source.dtype or not to.dim() or not to.stride(-1) == source.stride(-1) == 1:
         return to, source
@@ -209,7 +209,8 @@ class Staging:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Return a context in which the buffers have memory. It is freed at the end, unless `keep` was called."""
+        """Return a context in which the buffers have memory. The memory is freed when the context ends, unless `keep`
+        was called."""
         if not self._kept:
             for buffer in self._buffers:
                 buffer.untyped_storage().resize_(self._size)
@@ -320,7 +321,7 @@ def program(
         buckets: the number of buckets.
         shards: this rank's shard of each parameter, by name, in the training dtype.
         regions: the memory that holds each parameter in this rank's engine, by name.
-        dtype: the dtype in which weights are sent, which is that of the engine's memory.
+        dtype: the dtype in which weights are sent, and in which the engine's memory holds them.
         device: the device of the engine's memory.
         alone: the size in bytes from which a box is a message of its own.
     """

@@ -28,7 +28,7 @@ class Sharding:
     Attributes:
         world: the number of ranks.
         parts: for each dimension, the parts into which it is cut, int64 of shape (parts, intervals, 2). The first
-            dimension is that of the layers.
+            dimension counts the model's layers.
         coordinates: for each dimension, the number of the part that each rank holds, int64 of shape (ranks,).
         held: whether each rank holds a piece, bool of shape (ranks,).
     """

@@ -28,7 +28,7 @@ class Transport:
         program: the copies and messages.
         group: the process group of all ranks, over NCCL for CUDA tensors and gloo for others; None for a single rank.
         device: the device of the engine's memory.
-        stall: seconds without any bucket arriving after which the sync is given up.
+        stall: a number of seconds. If no bucket arrives for so long, the sync is given up.
         record: whether a CUDA device replays the copies as CUDA graphs, for which the staging buffers are kept between
             syncs.
     """

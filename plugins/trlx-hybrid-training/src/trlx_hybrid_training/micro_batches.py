@@ -47,8 +47,9 @@ class RowLengths:
 
         Args:
             rows: numbers of the rows.
-            below: a fraction. The rows compute each common prompt once, if that brings the token count below this
-                fraction of the count without sharing; else each row computes its own.
+            below: a fraction. If computing each common prompt once brings the number of tokens below this fraction of
+                the number without sharing, the result counts each common prompt once. Otherwise it counts the prompt of
+                every row.
         """
         rows = list(rows)
         whole = sum(self.tokens[row] for row in rows)

@@ -30,7 +30,8 @@ class TrajectoriesOptions:
         record: path of a file to which rank 0's trajectories are appended, one line of JSON each, for `trlx-hybrid
             trajectories`. This works in training and evaluation, with every engine and rollout. If None, nothing is
             recorded, unless `report` is set: then the file is `report/trajectories.jsonl` in the run's `output_dir`.
-        record_limit: how many trajectories of each batch are recorded, the first ones; at least 1.
+        record_limit: the largest number of trajectories that are recorded of each batch, at least 1. The first ones are
+            recorded.
         report: whether each rank records its phases, weight syncs and memory, and rank 0 what the trainer logs, for
             `trlx-hybrid report`. The files are in the folder `report` of the run's `output_dir`.
     """

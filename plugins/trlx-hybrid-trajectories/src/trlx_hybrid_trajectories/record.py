@@ -63,7 +63,7 @@ class Recorded:
             token before it began.
         loss_mask: for each token of the completion, 1 if the model sampled it, 0 if it was observed.
         logprobs: for each token of the completion its log-prob, in nats; None if no log-probs were requested.
-        special_ids: those of the trajectory's token ids that are special tokens, such as EOS.
+        special_ids: the trajectory's token ids that are special tokens, such as EOS.
         completion: the completion as text or as chat messages, in a form that JSON can hold; images and the like are
             replaced by a short note.
     """
@@ -103,7 +103,7 @@ def lines_of(
         trajectories: the trajectories of a batch.
         tokenizer: the tokenizer, or a processor that has one, for the text of each token.
         step: the number of optimizer steps done.
-        limit: how many trajectories are recorded, the first ones; None records all.
+        limit: the largest number of trajectories to return, from the first on; None returns all.
         training: False in an evaluation.
     """
     chosen = trajectories[: max(0, limit)] if limit is not None else trajectories

@@ -225,9 +225,9 @@ def _absent(text: str) -> str:
 def curves(logs: Sequence[tuple[int, JsonObject]]) -> dict[str, Series]:
     """Group the logged metrics into charts.
 
-    The charts of `FIRST` come first. Of the other metrics, those share a chart whose names have the same prefix, the
-    part before the last "/". If the prefix begins with "hybrid", they must also have the same unit. Metrics of
-    evaluations (`eval_…`) are drawn in the charts of the training metrics.
+    The charts of `FIRST` come first. Other metrics share a chart if their names have the same prefix, which is the part
+    before the last "/". If the prefix begins with "hybrid", they must also have the same unit. Metrics of evaluations
+    (`eval_…`) are drawn in the charts of the training metrics.
 
     Args:
         logs: (optimizer step, metrics) for each line that the trainer logged.

@@ -238,7 +238,8 @@ class VLLMEngine:
             )
 
     def _pooled(self, requests: list[Request], sampling: Sampling) -> tuple[list[Request], slice]:
-        """Return the requests of all ranks that run this engine in one list, and the slice of it that is this rank's.
+        """Return the requests of all ranks that run this engine in one list, and the slice of the list that has this
+        rank's requests.
 
         Raises:
             EngineError: the ranks have different sampling settings, and so would soon decode different tokens.
@@ -341,8 +342,8 @@ class VLLMEngine:
         The first call loads the policy's weights through vLLM's loader, and records to where it copies them.
 
         Raises:
-            EngineError: the engine's memory must not be written to from outside: a layer may not keep what is written
-                into it, or holds a part of a weight that is not one index range per dimension.
+            EngineError: the engine's memory must not be written to from outside: a layer perhaps does not keep what is
+                written into it, or holds a part of a weight that is not one index range per dimension.
         """
         model = model_of(self.llm)
         reason = "a quantised engine keeps no copy of the weights" if self.quantized else refuses_writes(model)

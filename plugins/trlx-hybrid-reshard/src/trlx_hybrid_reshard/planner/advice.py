@@ -110,8 +110,8 @@ def advice_for_run(config: PretrainedConfig, train: Sharding, rollout: Sharding,
 
     Args:
         config: the transformers config of the model.
-        train, rollout: the sharding of the model's largest parameter in the trainer and in the engines, which stands
-            for the rest.
+        train, rollout: the sharding of the model's largest parameter in the trainer and in the engines. All other
+            parameters are assumed to be sharded alike.
         itemsize: bytes per element as it is sent.
     """
     try:
@@ -177,7 +177,8 @@ def _worst(model: Model, source: MeshLayout, target: MeshLayout, ranks_per_node:
 
 
 def _engines(tp: int, world: int) -> MeshLayout:
-    """Return the layout of engines with this tensor-parallel size, as many as `world` ranks hold."""
+    """Return the layout of engines with this tensor-parallel size, with as many engines as `world` ranks have room
+    for."""
     return MeshLayout(tp=tp).over(world).served()
 
 

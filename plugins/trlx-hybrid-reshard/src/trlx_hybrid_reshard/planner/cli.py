@@ -266,8 +266,8 @@ def report(
 
 
 def _table(found: Forecast) -> Iterator[str]:
-    """Yield the lines of the table, in a weight sync's forecast, of the bytes that each rank sends, receives and
-    copies."""
+    """Yield the lines of a table that shows how many bytes each rank sends, receives and copies in the forecast weight
+    sync."""
     yield "rank        " + "  ".join(map(str.rjust, COLUMNS, WIDTHS))
     for rank in found.ranks[:WIDEST]:
         yield _row(str(rank["rank"]), [rank[f"{field}_bytes"] for field in FIELDS])

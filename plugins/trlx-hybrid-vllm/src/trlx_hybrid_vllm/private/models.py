@@ -189,8 +189,8 @@ PADDED = {"VocabParallelEmbedding", "ParallelLMHead"}
 def refuses_writes(model: torch.nn.Module) -> str | None:
     """Return why a weight sync must not write into the memory of this vLLM model's weights by itself, or None.
 
-    It must not where a layer repacks its weights after loading, or derives something from them: only vLLM's loader does
-    that again.
+    A weight sync must not do so if a layer repacks its weights after loading, or derives something from them, because
+    only vLLM's loader repeats this.
     """
     if hasattr(model, "process_weights_after_loading"):
         return f"{type(model).__name__} derives something from its weights after loading them"

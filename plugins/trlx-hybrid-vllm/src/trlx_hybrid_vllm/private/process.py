@@ -253,7 +253,7 @@ def trainer_classes_kept(trained: nn.Module) -> Iterator[list[nn.Module]]:
 
 
 def _moved_into_subclass(cls: type, bases: tuple[type, ...], attributes: dict[str, Any]) -> type:
-    """Undo changes to a class, and return a subclass of it that has them, under the class's name.
+    """Undo changes to a class, and return a subclass of it that has the changes, and the same name.
 
     Args:
         cls: the class, with base classes and attributes that vLLM has added or replaced.

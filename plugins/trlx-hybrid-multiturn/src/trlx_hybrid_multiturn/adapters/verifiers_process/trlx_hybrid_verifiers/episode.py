@@ -108,7 +108,8 @@ class ServedEpisode:
             body: the request, in the form of OpenAI's chat completions.
 
         Raises:
-            NotPlayableError: the trainer cannot answer such a request; this ends the episode.
+            NotPlayableError: the trainer cannot answer the request, for instance because it offers tools. This ends the
+                episode.
         """
         try:
             new = self._new(trace, body)

@@ -454,7 +454,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def transformers_model(module: nn.Module) -> PreTrainedModel:
-    """Return the transformers model inside whatever wraps and adapts it."""
+    """Return the transformers model inside its wrappers and adapters."""
     model: Any = unwrapped(module)
     return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
@@ -504,9 +504,9 @@ def _finish_forward(module: Any) -> None:
     """End the forward pass that FSDP2 believes a module to be in, as torch 2.13 does by itself.
 
     accelerate shards the last norm and the head as one FSDP2 module, and TRL multiplies by the head's weight without
-    calling the head. Before torch 2.13, FSDP2 then waits for that call: an evaluation, which has no backward pass,
-    leaves the module unsharded, and its parameters are not gathered for the next forward pass once a checkpoint has
-    sharded them.
+    calling the head. Before torch 2.13, FSDP2 then waits for that call. An evaluation has no backward pass, and so
+    leaves the module unsharded. If a checkpoint then shards the module's parameters, the next forward pass does not
+    gather them.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 

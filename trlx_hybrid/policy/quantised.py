@@ -1,7 +1,7 @@
 """Weights that bitsandbytes holds in 4 bits (QLoRA), dequantised to the values that the trainer's layers multiply by.
 
 Source: bitsandbytes 0.50, `nn.modules.Linear4bit`, `functional.dequantize_4bit`. 8-bit weights are not handled: layers
-of `Linear8bitLt` round their inputs as well, so no copy of their weights computes what they do.
+of `Linear8bitLt` round their inputs as well, so an engine with a copy of their weights would compute other values.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 def begun_early(
     trainer: StockTrainer, run: RunState, parse_response: Callable[..., dict[str, Any]], prompts: Sequence[Any]
 ) -> Iterator[None]:
-    """Return a context for a rollout, in which reward functions that can begin early are called, by their method
-    `begin`, for each group (the completions of one prompt) as soon as all of its rows are sampled.
+    """Return a context for a rollout. Inside it, the method `begin` of reward functions that can begin early is called
+    for each group (the completions of one prompt), as soon as all rows of the group are sampled.
 
     Args:
         parse_response: TRL's function of that name.

@@ -153,7 +153,7 @@ class Deferred:
 
     def outlived(self, version: int) -> bool:
         """Return whether the rollout's old log-probs can no longer be completed: some rows have not been in a loss yet,
-        whose forward pass would give their old log-probs, and the weights have changed since the rollout.
+        and the weights have changed since the rollout. So a loss's forward pass would give other log-probs.
 
         Args:
             version: the current weight version.

@@ -190,9 +190,9 @@ def _columns(masks: Tensor, start: int, end: int) -> Tensor:
 
 
 class KeptLogProbs(torch.autograd.Function):
-    """An autograd function that computes, for each of N tokens, log-prob and entropy over the token's kept ids (those
-    that top-k, top-p and the like left), and the logarithm of the probability that its kept ids together have in the
-    whole distribution. That logarithm has no gradient."""
+    """An autograd function that computes three numbers for each of N tokens: the log-prob and the entropy over the
+    token's kept ids (the ids that top-k, top-p and the like left), and the logarithm of the probability that the kept
+    ids have together in the whole distribution. The third number has no gradient."""
 
     @staticmethod
     def forward(

@@ -1,6 +1,6 @@
 """Isolation of the processes that execute programs: their user, the files that they see, the processes that they can
-reach, and a filter of system calls (seccomp), by which the kernel allows them only the calls that are needed for
-computing and for reading files."""
+reach, and a filter of system calls (seccomp). With the filter, the kernel allows these processes only the system calls
+that are needed for computing and for reading files."""
 
 from __future__ import annotations
 
@@ -215,8 +215,9 @@ def refused() -> bool:
 
 
 def restrict() -> None:
-    """Have the kernel refuse this process, for the rest of its life, all system calls but those that are needed for
-    computing and for reading files: those in `ALLOWED`, and a few more with certain arguments (`instructions`).
+    """Let the kernel refuse all system calls of this process, until it ends, except the calls that are needed for
+    computing and for reading files. The calls in `ALLOWED` stay allowed, and a few more with certain arguments
+    (`instructions`).
 
     Raises:
         OSError: the kernel has no such filters, or this process may not set one.

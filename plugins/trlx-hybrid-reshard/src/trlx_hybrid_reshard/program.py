@@ -414,8 +414,9 @@ class _Places:
         return total
 
     def bucket(self, staging: Staging, number: int, sends: list[Message], receives: list[Message]) -> BucketViews:
-        """Prepare the transfers of one bucket, a set of messages that are sent together: make views of the tensors that
-        are sent or received, and the copies that pack them into `staging` or unpack them from there.
+        """Prepare the transfers of one bucket, which is a set of messages that are sent together. Make views of the
+        tensors that are sent or received, and the copies that pack the tensors into `staging` or unpack them from
+        there.
 
         Args:
             staging: the buffers for messages that need packing or unpacking.

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 ANSWER, PROGRESS = "answer of this child: ", "progress of this child: "
-"""How the lines begin in which a child answers, and in which it says what it has reached."""
+"""Prefixes of the lines in which a child answers, and in which it says what it has reached."""
 
 LAST_LINES = 12
 """The number of different last lines that are kept of a child that failed."""

@@ -453,8 +453,7 @@ class Session:
                 raise ComponentError(f"{component.slot} {component.name!r} cannot serve this run: {reason}")
 
     def _evict_other(self) -> None:
-        """Close another session's engine: a process holds only one. The other session rebuilds its own when it
-        generates."""
+        """Close another session's engine, since a process holds only one. That session rebuilds it to generate."""
         other = Session._holder() if Session._holder is not None else None
         if other is not None and other is not self:
             other.release_engine()

@@ -77,12 +77,25 @@ def ours(name):
     return getattr(trlx_hybrid, f"{name}Trainer")
 
 
+OF_ENDED = ("clipped_ratio", "mean_terminated_length", "min_terminated_length", "max_terminated_length")
+
+
+def without(log, name):
+    return {key: value for key, value in log.items() if not key.endswith(name)}
+
+
 def assert_same(mine, theirs, tolerance=2e-4):
-    assert mine.recorder.completions == theirs.recorder.completions
+    completions = mine.recorder.completions
+    assert completions == theirs.recorder.completions
     assert mine.recorder.kwargs == theirs.recorder.kwargs
     assert len(mine.logs) == len(theirs.logs)
+    # Where a completion happens to be cut right behind a sampled padding token, TRL takes it for ended, and we do not.
+    pad = mine.trainer.processing_class.pad_token_id
+    apart = OF_ENDED if any(ids[-1:] == [pad] for ids in completions) else ()
     for log, expected in zip(mine.logs, theirs.logs, strict=True):
         assert log.keys() == expected.keys()
+        for name in apart:
+            log, expected = (without(of, f"completions/{name}") for of in (log, expected))
         assert log == pytest.approx(expected, rel=tolerance, abs=tolerance, nan_ok=True)
 
 

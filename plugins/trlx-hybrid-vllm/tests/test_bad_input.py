@@ -166,8 +166,15 @@ def test_a_config_without_what_vllm_reads_names_the_tensor(run):
 
 
 def test_attention_whose_soft_capping_the_trainer_leaves_out(run):
+    model = tiny_model("gemma2", tied=True, attn_logit_softcapping=0.5)
+    logits = []
+    for attention in ("eager", model.config._attn_implementation):
+        model.set_attn_implementation(attention)
+        logits.append(model(torch.arange(3, 19)[None]).logits)
+    if torch.allclose(*logits, atol=1e-4):
+        pytest.skip("this transformers caps the scores of every attention, so nothing is left out")
     with pytest.raises(SyncError, match=r"leaves out the soft-capping .* attn_implementation='eager'"):
-        train(run, model=tiny_model("gemma2", tied=True, attn_logit_softcapping=0.5))
+        train(run, model=model)
 
 
 def test_tensor_parallel_size_that_does_not_divide(run):

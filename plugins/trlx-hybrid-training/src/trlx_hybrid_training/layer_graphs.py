@@ -237,7 +237,8 @@ class Chain:
 
 
 class Watch:
-    """A context for one forward pass, which finds out whether layers are a chain.
+    """A context for one forward pass, in which the calls of layers are watched. Afterwards `found` says whether each
+    layer was called with the output of the one before.
 
     Args:
         layers: the layers, in model order.
@@ -436,7 +437,8 @@ def _refused(session: Run, layers: Sequence[nn.Module]) -> str | None:
 
 
 def _changed(layers: Sequence[nn.Module]) -> str | None:
-    """Return what would be left out if graphs computed the layers; None where nothing would."""
+    """Return why CUDA graphs cannot stand in for the layers, as a text: a layer has hooks, or a replaced `forward`, which
+    graphs would not call. None if no layer has."""
     for layer in layers:
         if "forward" in vars(layer):
             return "the forward of a layer was replaced"

@@ -437,8 +437,8 @@ def _refused(session: Run, layers: Sequence[nn.Module]) -> str | None:
 
 
 def _changed(layers: Sequence[nn.Module]) -> str | None:
-    """Return why CUDA graphs cannot stand in for the layers, as a text: a layer has hooks, or a replaced `forward`, which
-    graphs would not call. None if no layer has."""
+    """Return why CUDA graphs cannot stand in for the layers, as a text: a layer has hooks or a replaced `forward`,
+    which graphs would not call. None if no layer has."""
     for layer in layers:
         if "forward" in vars(layer):
             return "the forward of a layer was replaced"

@@ -45,17 +45,10 @@ def right(completions: list[list[dict[str, str]]], answer: list[int], **others: 
     return [float(bool(numbers) and int(numbers[-1]) == wanted) for numbers, wanted in zip(found, answer, strict=True)]
 
 
-def main(argument: str) -> None:
-    begun = time.perf_counter()
-    run = Run(**json.loads(argument))
+def clock() -> Any:
+    """Return a callback that takes the time of each step, from the end of the one before, in its list `at`."""
     import torch
-    from datasets import Dataset
-    from peft import LoraConfig
     from transformers import TrainerCallback
-    from trl import GRPOConfig
-
-    package: Any = importlib.import_module("trlx_hybrid" if run.arm == "import" else "trl")
-    on_gpu = torch.cuda.is_available()
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         """Takes the time of each step, from the end of the one before."""
@@ -71,12 +64,20 @@ def main(argument: str) -> None:
             self._now()
 
         def _now(self) -> None:
-            if on_gpu:
+            if torch.cuda.is_available():
                 torch.cuda.synchronize()
             self.at.append(time.perf_counter())
 
-    tuned = run.arm == "tuned"
-    config = GRPOConfig(
+    return Clock()
+
+
+def arguments(run: Run) -> Any:
+    """Return the trainer's arguments for a training."""
+    import torch
+    from trl import GRPOConfig
+
+    on_gpu, tuned = torch.cuda.is_available(), run.arm == "tuned"
+    return GRPOConfig(
         output_dir=run.folder,
         per_device_train_batch_size=ROWS,
         gradient_accumulation_steps=run.sequences // ROWS,
@@ -100,19 +101,28 @@ def main(argument: str) -> None:
         seed=run.seed,
         model_init_kwargs={"dtype": "float32"},
     )
+
+
+def main(argument: str) -> None:
+    begun = time.perf_counter()
+    run = Run(**json.loads(argument))
+    package: Any = importlib.import_module("trlx_hybrid" if run.arm == "import" else "trl")
+    from datasets import Dataset
+    from peft import LoraConfig
+
     trainer = package.GRPOTrainer(
         model=run.model,
         reward_funcs=right,
-        args=config,
+        args=arguments(run),
         train_dataset=Dataset.from_list(tasks(4096, seed=1)),
         eval_dataset=Dataset.from_list(tasks(HELD_OUT, seed=2)),
         peft_config=LoraConfig(r=16, target_modules="all-linear") if run.kind == "lora" else None,
-        callbacks=[clock := Clock()],
+        callbacks=[steps := clock()],
     )
     trainer.train()
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     curves = {name: [entry.get(key) for entry in log] for name, key in LOGGED.items()}
-    at = clock.at
+    at = steps.at
     answer(
         {
             "startup": at[0] - begun,

@@ -29,6 +29,7 @@ from .plugins.registry import BUILTIN
 from .plugins.selection import RESUMED, continued, described
 from .policy.positions import Positions, check_positions
 from .policy.precision import autocast_dtype
+from .policy.sharded import fsdp_note
 from .rollout.sampler import Sampler
 from .rollout.seeding import preserved_generators
 from .rollout.turns import Endings, Supports
@@ -399,20 +400,19 @@ class Session:
         elif selection.engine is None or selection.rollout is None:
             slots = [f"engine=transformers ({selection.stock_reason}): generation is TRL's own"]
         else:
-            weights = self.weights.name if self.weights else "?"
-            slots = [str(selection.engine), f"weights={weights} ({self.weights_why})", str(selection.rollout)]
-        others = (selection.scoring, *selection.algorithms, selection.environment)
-        slots += [str(choice) for choice in others if choice is not None]
+            weights = f"weights={self.weights.name if self.weights else '?'} ({self.weights_why})"
+            slots = [str(selection.engine), weights, str(selection.rollout)]
+        slots += map(str, filter(None, (selection.scoring, *selection.algorithms, selection.environment)))
         if self.advantages_plugin is not None:
             slots.append(f"advantages=plugin {self.advantages_plugin.name} ({self.advantages_plugin.distribution})")
-        lines = [" · ".join([f"trlx_hybrid {package_version()}", f"plugins: {plugins}", *slots])]
-        lines += self.memory.table()
+        lines = [" · ".join([f"trlx_hybrid {package_version()}", f"plugins: {plugins}", *slots]), *self.memory.table()]
         if self.weights is not None:
             lines += filter(None, [asked_text(self.versions.source, self.weights, "note")])
         lines += filter(None, [asked_text(selection.scoring.component, self.scoring, "note")])
         if self.scoring.deferred and self.scores_apart is not None:
             lines.append(f"scoring: old log-probs take a forward pass of their own: {self.scores_apart}")
-        lines += [*self.algorithms.notes(), *self.notes]
+        unsharded = fsdp_note(self.policy.module, self.policy.fsdp_version, self.ranks.world, self.args)
+        lines += filter(None, [*self.algorithms.notes(), *self.notes, unsharded])
         for added in self.host.call("trlx_report_header", session=self):
             lines += self._added(added)
         return lines

@@ -7,7 +7,7 @@ import keyword
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from importlib.resources import files
 from pathlib import Path
@@ -46,6 +46,15 @@ class Kind:
     samples: bool = False
 
 
+ENVIRONMENT = Kind(
+    summary="A game that answers what the model says",
+    use='Choose it as `HybridConfig(engine="vllm", environment="$name")`, or `--environment $name`.\n'
+    "Play it yourself: `trlx-hybrid environments try $name`.",
+    modules=("environment",),
+    brings="multiturn",
+    samples=True,
+)
+
 KINDS = {
     "advantages": Kind(
         summary="Advantages that are not divided by the deviation of their group",
@@ -60,14 +69,7 @@ KINDS = {
         use='Choose it as `HybridConfig(engine="$name")`, or `--engine $name`.',
         modules=("engine", "options"),
     ),
-    "environment": Kind(
-        summary="A game that answers what the model says",
-        use='Choose it as `HybridConfig(engine="vllm", environment="$name")`, or `--environment $name`.\n'
-        "Play it yourself: `trlx-hybrid environments try $name`.",
-        modules=("environment",),
-        brings="multiturn",
-        samples=True,
-    ),
+    "environment": ENVIRONMENT,
     "hook": Kind(
         summary="A number in the logs: how uneven the lengths of completions are",
         use="It acts in every run that it is installed for.",
@@ -81,14 +83,7 @@ KINDS = {
         summary="A scoring that cuts off the padding that no row of a forward pass needs",
         use='Choose it as `HybridConfig(scoring="$name")`, or `--scoring $name`.',
     ),
-    "tool": Kind(
-        summary="An environment whose method is a tool that the model calls",
-        use='Choose it as `HybridConfig(engine="vllm", environment="$name")`, or `--environment $name`.\n'
-        "Play it yourself: `trlx-hybrid environments try $name`.",
-        modules=("environment",),
-        brings="multiturn",
-        samples=True,
-    ),
+    "tool": replace(ENVIRONMENT, summary="An environment whose method is a tool that the model calls"),
     "weights": Kind(
         summary="A weight path that streams full tensors through the engine's loader",
         use='Choose it as `HybridConfig(engine="vllm", weights="$name")`, or `--weights $name`.',

@@ -36,7 +36,6 @@ from ..plugins.host import Host, check_ranks_agree
 from ..plugins.registry import none_offered
 from ..plugins.selection import TrainerArguments, select
 from ..policy.policy import Policy
-from ..policy.sharded import fsdp_note
 from ..session import Session
 from .layouts import RolloutConfig, check_rollout, check_train, check_train_config, with_rollout
 from .model_generate import served_generate
@@ -172,7 +171,6 @@ class HybridEngine:
             step=lambda: self._steps,
             optimizer=lambda: torch_optimizer(optimizer),
         )
-        self.session.notes += filter(None, [fsdp_note(policy.module, policy.fsdp_version, ranks.world)])
 
     @contextmanager
     def rollout_context(self, training: bool = True) -> Iterator[None]:

@@ -17,7 +17,7 @@ def is_sharded(p: Tensor) -> bool:
     return hasattr(p, "full_tensor") or hasattr(p, "ds_id")
 
 
-def fsdp_note(module: nn.Module, version: int | None, world: int, args: Any = None) -> str | None:
+def fsdp_note(module: nn.Module, version: int | None, world: int, args: Any) -> str | None:
     """Return a note for the run's header where FSDP was asked for and every rank holds the whole model, else None.
 
     accelerate turns FSDP into DDP on CPUs, and without a process group into a single process, and says neither.
@@ -26,7 +26,7 @@ def fsdp_note(module: nn.Module, version: int | None, world: int, args: Any = No
         module: the model, prepared for training.
         version: 1 or 2 where accelerate shards by FSDP, else None.
         world: number of ranks.
-        args: the trainer's arguments, if there are any.
+        args: the run's arguments, which may have `fsdp`.
     """
     launched = os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1")
     asked = launched or getattr(args, "fsdp", None)

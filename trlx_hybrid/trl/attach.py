@@ -29,7 +29,6 @@ from ..plugins.selection import (
 from ..policy.first_step import FirstStep, refuse_idle
 from ..policy.policy import Policy, transformers_model
 from ..policy.positions import Positions
-from ..policy.sharded import fsdp_note
 from ..routing import RouterReplay
 from ..session import Session
 from .arguments import (
@@ -360,9 +359,6 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
         if trains:
             refuse_idle(session.policy, kwargs["optimizer"])
         self._starts(state.global_step)
-        if not session.header_lines:
-            policy, world = session.policy, session.ranks.world
-            session.notes += filter(None, [fsdp_note(policy.module, policy.fsdp_version, world, args)])
         session.open()
         followed = trains and not session.selection.stock
         self._first = FirstStep(session.policy, session.ranks) if followed else None

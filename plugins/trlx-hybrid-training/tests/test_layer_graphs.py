@@ -280,6 +280,15 @@ def of_seed(seed):
     return pack_of(seed, device="cuda")
 
 
+@pytest.fixture
+def captured(passes):
+    """Passes after three, of which the last ran as graphs; the gradients are removed."""
+    for seed in range(3):
+        passes.loss(of_seed(seed))
+    taken(passes.model)
+    return passes
+
+
 @ON_GPU
 @pytest.mark.filterwarnings("error:The AccumulateGrad node's stream")
 def test_graphs_compute_what_layers_compute(passes):
@@ -296,54 +305,42 @@ def test_graphs_compute_what_layers_compute(passes):
 
 
 @ON_GPU
-def test_gradients_of_several_passes_add_up(passes):
-    for seed in range(3):
-        passes.loss(of_seed(seed))
-    taken(passes.model)
+def test_gradients_of_several_passes_add_up(captured):
     gradients = []
     for graphed in (False, True):
         for seed in range(3):
-            passes.loss(of_seed(seed), graphed)
-        gradients.append(taken(passes.model))
+            captured.loss(of_seed(seed), graphed)
+        gradients.append(taken(captured.model))
     assert apart(*gradients) < 0.02
 
 
 @ON_GPU
-def test_a_second_pass_before_the_first_ones_gradients_leaves_them_right(passes):
-    for seed in range(3):
-        passes.loss(of_seed(seed))
-    taken(passes.model)
+def test_a_second_pass_before_the_first_ones_gradients_leaves_them_right(captured):
     gradients = []
     for graphed in (False, True):
-        both = [passes.forward(of_seed(seed), graphed) for seed in (0, 1)]
+        both = [captured.forward(of_seed(seed), graphed) for seed in (0, 1)]
         sum((scores * torch.arange(COMPLETION, device="cuda")).sum() for scores in both).backward()
-        gradients.append(taken(passes.model))
+        gradients.append(taken(captured.model))
     assert apart(*gradients) < 0.02
 
 
 @ON_GPU
-def test_parameters_that_moved_are_captured_anew(passes):
-    for seed in range(3):
-        passes.loss(of_seed(seed))
-    taken(passes.model)
-    (before,) = passes.captured
-    for parameter in passes.model.parameters():
+def test_parameters_that_moved_are_captured_anew(captured):
+    (before,) = captured.captured
+    for parameter in captured.model.parameters():
         parameter.data = parameter.data.clone() * 1.5
-    theirs = passes.loss(of_seed(4), graphed=False)
-    assert (passes.loss(of_seed(4)) - theirs).abs().max() < 0.02
-    assert passes.captured != [before]
+    theirs = captured.loss(of_seed(4), graphed=False)
+    assert (captured.loss(of_seed(4)) - theirs).abs().max() < 0.02
+    assert captured.captured != [before]
 
 
 @ON_GPU
-def test_trained_weights_are_used(passes):
-    for seed in range(3):
-        passes.loss(of_seed(seed))
-    taken(passes.model)
+def test_trained_weights_are_used(captured):
     with torch.no_grad():
-        for parameter in passes.model.parameters():
+        for parameter in captured.model.parameters():
             parameter.mul_(1.2)
-    theirs = passes.loss(of_seed(4), graphed=False)
-    assert (passes.loss(of_seed(4)) - theirs).abs().max() < 0.02
+    theirs = captured.loss(of_seed(4), graphed=False)
+    assert (captured.loss(of_seed(4)) - theirs).abs().max() < 0.02
 
 
 @ON_GPU

@@ -24,13 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import set_warn_on_accumulate_grad_stream_mismatch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
-from transformers.modeling_layers import GradientCheckpointingLayer
-from trlx_hybrid.policy.policy import modules_of
 from trlx_hybrid.weights.verify import noise
 
 from . import attention
 from .comparison import difference
 from .packing import KERNEL, Pack, Sizes, attention_name
+from .recomputation import layers_of
 
 if TYPE_CHECKING:
     from trlx_hybrid.contract.protocols import Run
@@ -67,8 +66,7 @@ class LayerGraphs:
 
     def __init__(self, session: Run) -> None:
         self._session = session
-        modules = modules_of(session.policy.base, closed=(GradientCheckpointingLayer,))
-        self._layers = [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
+        self._layers = layers_of(session.policy.base)
         self.refused = _refused(session, self._layers)
         self._graphs: dict[Sizes, Graph | None] = {}  # the last used one last; None until it is captured
         self._last: Sizes | None = None

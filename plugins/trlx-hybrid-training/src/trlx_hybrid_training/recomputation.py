@@ -68,6 +68,15 @@ def keepable(free: int, others: int, layer: int, layers: int) -> int:
     return max(0, min(layers, left // max(layer, 1)))
 
 
+def layers_of(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    """Return the layers of a transformers model that gradient checkpointing can recompute, in model order.
+
+    Modules inside these layers, such as an adapter's thousands, are not searched.
+    """
+    modules = modules_of(model, closed=(GradientCheckpointingLayer,))
+    return [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
+
+
 class LayerBytes:
     """A record of how many bytes a layer kept for its backward pass, by the number of tokens in the forward pass.
 
@@ -187,12 +196,8 @@ class Recomputation:
         return min(ranks.gather(count)) if ranks.world > 1 else count
 
     def _layers(self) -> list[GradientCheckpointingLayer]:
-        """Return the layers for which gradient checkpointing is on, in model order.
-
-        Modules inside these layers, such as an adapter's thousands, are not searched.
-        """
-        modules = modules_of(self._session.policy.base, closed=(GradientCheckpointingLayer,))
-        return [m for m in modules if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing]
+        """Return the layers for which gradient checkpointing is on, in model order."""
+        return [layer for layer in layers_of(self._session.policy.base) if layer.gradient_checkpointing]
 
     def _keepable(self, tokens: int, layers: int) -> int:
         kept = self._fitting(tokens, layers, self._memory()) if self.layer_bytes else 1

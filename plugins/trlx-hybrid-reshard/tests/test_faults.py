@@ -18,6 +18,8 @@ FAULTS = {
     "never_opens": r"waited up to 2 s at the opening of the weight sync for rank 2, which never entered it",
     "never_compares": r"waited up to 2 s at the comparison of the ranks' models for rank 2, which never entered it. "
     r"It lives",
+    "never_compares_and_one_gives_up_first": r"waited up to [24] s at the comparison of the ranks' models for rank 2, "
+    r"which never entered it. It lives",
     "stalls": r"did not complete bucket \d+ of \d+ \(deadline 2 s\): the (message|exchange) \w+ rank 2"
     r".* rank 2 answered no roll call",
     "dies": r"did not complete bucket \d+ of \d+ \(deadline 2 s\): the (message|exchange) \w+ rank 2"
@@ -44,6 +46,6 @@ def test_the_others_name_it_in_time(seen, fault):
     for rank, report in enumerate(seen):
         assert report[fault]["error"] is not None, report
         assert re.search(f"Rank {rank} {FAULTS[fault]}", report[fault]["error"]), report
-        if fault not in ("never_opens", "never_compares"):  # where it is not this engine
+        if not fault.startswith(("never_opens", "never_compares")):  # where it is not this engine
             assert report[fault]["peers_lost"]  # or closing it would wait for a rank that does not come
         assert report[fault]["seconds"] < DEADLINE + 30  # a machine may be busy; a hang is longer

@@ -67,7 +67,7 @@ class Agreement:
         try:  # the group's own rendezvous would not say who is missing
             self._store.wait(everyone, limit)
         except RuntimeError as error:
-            raise self._lost("the opening of the weight sync", "", error) from error
+            raise self._lost("the opening of the weight sync", deadline, error) from error
         self.group = dist.new_group(backend="gloo", timeout=limit)
 
     def exchange(self, what: str, value: T) -> list[T]:
@@ -87,7 +87,7 @@ class Agreement:
         try:
             dist.all_gather_object(gathered, value, group=self.group)
         except RuntimeError as error:
-            raise self._lost(what, "", error) from error
+            raise self._lost(what, self._deadline, error) from error
         return gathered
 
     def compare_over(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -173,13 +173,12 @@ class Agreement:
                     meeting.wait()
                 except RuntimeError as error:
                     waited = time.monotonic() - began
-                    late = waited >= self._deadline
-                    raise self._lost(what, "" if late else f"{waited:.1f} s", None if late else error) from error
+                    raise self._lost(what, waited, None if waited >= self._deadline else error) from error
                 met = now
                 if event is None:
                     return
             if met is None and now - began > self._deadline:
-                raise self._lost(what, "", None)
+                raise self._lost(what, self._deadline, None)
             if met is not None and now - met > self._stall:
                 raise PeerLostError(
                     f"All ranks entered {what}, and {self._stall:g} s later NCCL has not completed its all-reduce: "
@@ -200,20 +199,24 @@ class Agreement:
         self._round += 1
         self._store.set(f"at/{self._rank}", str(self._round))  # does not wait for an answer
 
-    def _lost(self, what: str, waited: str, error: Exception | None) -> PeerLostError:
+    def _lost(self, what: str, waited: float, error: Exception | None) -> PeerLostError:
         """Return the error for a step to which some ranks did not come. It names these ranks.
 
         Args:
             what: the step, for the message.
-            waited: the time waited, as text; "" for the whole deadline.
-            error: gloo's error if a connection has closed, that is, if a rank has died or left; None if the missing
-                rank is alive.
+            waited: the time waited, in seconds.
+            error: gloo's error if a connection has closed, that is, if a rank has died, left, or reached its deadline
+                before this one; None if this rank waited for the whole deadline, so that the missing rank is alive.
         """
         if error is not None:
             time.sleep(ANSWER)  # a closed connection is seen at once, before other living ranks have entered
+            error = None if self._given_up() else error
+        if error is None:
+            self._store.set(f"given up/{self._rank}", str(self._round))
         missing = self._missing()
         who = self._names(missing) or "a rank that left"
-        text = f"Rank {self._rank} waited {waited or f'up to {self._deadline:g} s'} at {what} for {who}"
+        whole = error is None or waited >= self._deadline
+        text = f"Rank {self._rank} waited {f'up to {self._deadline:g}' if whole else f'{waited:.1f}'} s at {what} for {who}"
         text += ", which never entered it. " if missing else ". "
         if error is None:
             return PeerLostError(
@@ -231,15 +234,21 @@ class Agreement:
     def _missing(self) -> list[int]:
         """Return the ranks that have not entered the collective step that this rank is in; an empty list if the store
         is gone."""
+        return [rank for rank, number in enumerate(self._rounds("at")) if number < self._round]
+
+    def _given_up(self) -> bool:
+        """Return whether another rank has waited in this step until the deadline. Gloo then closes that rank's
+        connections, which a rank whose clock is a moment behind cannot tell from a death."""
+        return any(number == self._round for number in self._rounds("given up"))
+
+    def _rounds(self, event: str) -> list[int]:
+        """Return for each rank the number of the last collective step for which it recorded `event`, or 0; an empty
+        list if the store is gone."""
+        keys = [f"{event}/{rank}" for rank in range(self._world)]
         try:
-            return [rank for rank in range(self._world) if self._round_of(rank) < self._round]
+            return [int(self._store.get(key)) if self._store.check([key]) else 0 for key in keys]
         except RuntimeError:  # the rank that held the store is gone
             return []
-
-    def _round_of(self, rank: int) -> int:
-        """Return the number of collective steps that a rank has entered."""
-        key = f"at/{rank}"
-        return int(self._store.get(key)) if self._store.check([key]) else 0
 
     def close(self) -> None:
         """Destroy the gloo group, unless torch's process groups are gone already."""

@@ -55,14 +55,19 @@ def never_opens(sync):
     return ended(lambda: Agreement(RANK, WORLD, DEADLINE))
 
 
-def never_compares(sync):
+def never_compares(sync, patience=1):
     """Opens a sync of its own with the others, and no more; the groups of others go on."""
     if RANK == CULPRIT:
         Agreement(RANK, WORLD, DEADLINE)
         time.sleep(1.3 * DEADLINE)
         return None
-    _, another = session_of(sharded(), SlicedEngine(tp=1), deadline=DEADLINE)
+    _, another = session_of(sharded(), SlicedEngine(tp=1), deadline=patience * DEADLINE)
     return ended(another.refuses)
+
+
+def never_compares_and_one_gives_up_first(sync):
+    """The same, where rank 1 reaches its deadline, and gloo closes its connections, long before rank 0's."""
+    return never_compares(sync, patience=2 - RANK)
 
 
 def dies_outside(sync):

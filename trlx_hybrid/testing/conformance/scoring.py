@@ -109,10 +109,11 @@ class _Model:
         )
 
     def alone(self, temperature: float | None = None, entropies: bool = True) -> Scores:
-        """Return the scores of each row, computed without the others and without padding.
+        """Return the scores of the check's rows. Each row is computed in a forward pass of its own, without padding.
 
         Args:
-            temperature: by default that of the run.
+            temperature: the temperature by which logits are divided; None for the run's.
+            entropies: whether to return entropies beside the log-probs.
         """
         scored = []
         for prompt, length, completion in zip(PROMPTS, LENGTHS, _completions(), strict=True):

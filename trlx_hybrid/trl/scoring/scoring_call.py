@@ -270,13 +270,14 @@ class ScoringCall:
 
     @torch.no_grad()
     def _alike(self, rows: Rows, every: Rows, last: dict[str, Any]) -> bool:
-        """Return whether the last of several micro-batches gets the same log-probs in one forward pass with the others
-        as in a pass of its own, without dropout. Log a warning if it does not. Collective.
+        """Compute the log-probs of one micro-batch twice, in a forward pass of its own and in one pass together with
+        other micro-batches, both without dropout. Return whether they are the same, and log a warning if not.
+        Collective.
 
         Args:
-            rows: the current micro-batch as a scoring component takes it.
-            every: the rows of all these micro-batches.
-            last: the last micro-batch.
+            rows: the current micro-batch, in the form in which a scoring component takes it.
+            every: the rows of all micro-batches that the joined pass computes.
+            last: the micro-batch that is computed twice; it is the last one in `every`.
         """
         session = self.run.session
         with evaluating(self.model), preserved_generators():

@@ -43,11 +43,12 @@ UNMEASURED = "log-probs not compared"
 
 
 def switched_off(max_logprob_gap: float | None, replayed: Mapping[str, Any] | None) -> bool:
-    """Return whether `max_logprob_gap` switched the comparison of log-probs off, in this run or in the run that it
-    replays.
+    """Return whether the engine's log-probs are not compared with the trainer's, because `max_logprob_gap` is infinite
+    in this run, or was infinite in the recorded run that this run replays.
 
     Args:
-        replayed: the facts of the recording that the run replays; None where it samples.
+        max_logprob_gap: the option of this run, in nats; None for the default.
+        replayed: the facts of the recording (`recording.json`) that this run replays; None if it replays none.
     """
     return max_logprob_gap == math.inf or bool((replayed or {}).get(UNMEASURED))
 

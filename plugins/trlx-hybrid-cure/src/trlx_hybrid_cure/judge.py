@@ -69,9 +69,10 @@ class Nursery:
         """Start a process that executes one program or one test, and return it with the connection to it.
 
         Args:
-            asked: what is sent to the process: `source`, the Python source; `seconds`, the CPU time of each source that
-                the process serves; `sources`, their number; `memory`, the address space in bytes; and for a test
-                `nonce`, a random secret that the process sends back with the verdict.
+            asked: the message that is sent to the process. Its entries are `source`, the Python source to execute;
+                `seconds`, the CPU seconds that each source may take; `sources`, the number of sources that this process
+                executes in its life; and `memory`, the limit of its address space in bytes. A test also gets `nonce`, a
+                random secret that it has to send back with its verdict.
         """
         ours, theirs = socket.socketpair()
         socket.send_fds(self._ours, [START + bytes(4)], [theirs.fileno()])

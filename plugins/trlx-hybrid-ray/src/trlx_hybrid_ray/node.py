@@ -274,8 +274,10 @@ class NodeActor:
         return data
 
     def _stopping(self) -> Iterator[tuple[str, int, float]]:
-        """Yield (description, pid, seconds) of each process that a signal has stopped for long enough to warn or to
-        fail. Only time in which this actor itself ran counts, so that a stop of the whole node is not reported."""
+        """Yield the processes of this node that are stopped (by SIGSTOP, say) for `WARN_SECONDS`, and once more at
+        `STOPPED_SECONDS`, after which the run fails. Each is (description, process id, seconds for which it is
+        stopped). Time in which this actor was stopped itself does not count, so that a pause of the whole node is not
+        reported."""
         passed, self._looked = min(time.monotonic() - self._looked, 1.0), time.monotonic()
         for what, pid in self._pids.items():
             before = self._stopped.get(pid, 0.0)

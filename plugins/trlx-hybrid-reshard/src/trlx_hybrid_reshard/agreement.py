@@ -216,7 +216,8 @@ class Agreement:
         missing = self._missing()
         who = self._names(missing) or "a rank that left"
         whole = error is None or waited >= self._deadline
-        text = f"Rank {self._rank} waited {f'up to {self._deadline:g}' if whole else f'{waited:.1f}'} s at {what} for {who}"
+        seconds = f"up to {self._deadline:g}" if whole else f"{waited:.1f}"
+        text = f"Rank {self._rank} waited {seconds} s at {what} for {who}"
         text += ", which never entered it. " if missing else ". "
         if error is None:
             return PeerLostError(

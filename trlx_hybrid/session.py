@@ -24,7 +24,7 @@ from .blame import asked, asked_text, fault
 from .config import AUTO, HybridConfig
 from .contract.types import Completion, Phase, Request, Sampling
 from .errors import ComponentError, PluginError, StaleWeightsError
-from .memory.trainer_memory import TrainerMemory
+from .memory.trainer_memory import TrainerMemory, optimizer_name
 from .plugins.registry import BUILTIN
 from .plugins.selection import RESUMED, continued, described
 from .policy.positions import Positions, check_positions
@@ -82,6 +82,7 @@ class Session:
             scores.
         experts: with router replay, one int16 array (tokens, layers, experts per token) for each row sampled last: the
             experts that the engine routed its tokens to.
+        sampled: completions of the batch for which TRL is about to ask, where rows stay in flight; else None.
         endings: how the completions of the current rollout ended.
         over_support: whether log-probs are computed over only those token ids that top-k, top-p and the like have left:
             completions must then list these ids (`Completion.support`).
@@ -130,7 +131,7 @@ class Session:
         self.memory = TrainerMemory(
             policy,
             optimizer,
-            optimizer_name=_optimizer_name(args),
+            optimizer_name=optimizer_name(args),
             offload=config.offload,
             phase=lambda: self.phase,
             source=self._engine_source,
@@ -155,6 +156,7 @@ class Session:
         self.router_replay: RouterReplay | None = None
         self.positions: Positions | None = None
         self.experts: list[npt.NDArray[np.int16]] = []
+        self.sampled: list[Completion] | None = None
         self.endings = Endings()
         self.over_support, self.supports = over_support, Supports()
         self._left = False
@@ -268,10 +270,12 @@ class Session:
         Raises:
             StaleWeightsError: outside of a rollout phase, or the policy changed within it.
         """
-        self._require_current()
-        assert self.rollout is not None
-        run = functools.partial(self.rollout.run, self)
-        completions = self.sampler.sample(self.live_engine, run, prompts, images, num_generations, timer, sampling)
+        completions, self.sampled = self.sampled, None
+        if completions is None:
+            self._require_current()
+            assert self.rollout is not None
+            run = functools.partial(self.rollout.run, self)
+            completions = self.sampler.sample(self.live_engine, run, prompts, images, num_generations, timer, sampling)
         if self.config.router_replay:
             self.experts = self.sampler.experts(completions)
         for prompt_ids, completion in zip(prompts, completions, strict=True):
@@ -583,11 +587,6 @@ class Session:
                 ending.callback(asked, self._engine_source, engine, method)
             self._end_rollout(ending)
             ending.callback(self._stack.close)
-
-
-def _optimizer_name(args: TrainingArguments) -> str:
-    name = getattr(args, "optim", "adamw_torch_fused")
-    return str(getattr(name, "value", name))
 
 
 def leave_all() -> None:

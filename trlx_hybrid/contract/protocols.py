@@ -127,23 +127,23 @@ class Run(Protocol):
 
 
 class Stream(Protocol):
-    """An open connection to the engine, to which requests can be added, and in which they can be aborted, while it
-    generates. Used from the trainer's thread only.
+    """An open connection to the engine: requests are added and aborted while it generates, in the trainer's thread.
 
-    Where several ranks hold one replica of the engine, each rank adds its own requests and receives its own
-    completions. Every rank must then call `step` until `step` says that no rank has more, even after its own requests
-    have finished.
+    Where several ranks hold one replica of the engine, each adds its own requests and receives its own completions.
+    Every rank must then call `step` until no rank has more, even after its own requests have finished.
     """
 
     shared: bool
-    """True where other ranks must call `step` together with this one, because they hold one replica of the engine: no
-    rank may then stay away for long."""
+    """True where other ranks must call `step` together with this one, so that no rank may stay away for long."""
 
     def add(self, request: Request) -> int:
         """Queue a request, and return the key under which its completion comes back."""
 
     def abort(self, key: int) -> None:
         """Drop a request and free what it holds; its completion never comes."""
+
+    def sampled(self, key: int) -> Completion:
+        """Return the tokens that an unfinished request has sampled so far. Only engines with `Component.interrupts`."""
 
     def step(self, more: bool) -> tuple[list[tuple[int, Completion]], bool]:
         """Let the engine take one step, if it has anything to do.

@@ -219,7 +219,8 @@ class Trajectory:
         completion: the decoded completion: text, or chat messages for conversational prompts; None where the
             trainer does not decode.
         reward: weighted sum of the reward functions; None where nothing scored it.
-        weight_version: version of the weights that sampled it.
+        weight_version: version of the weights that sampled it, or its last tokens.
+        weight_versions: the version for each token of `completion_ids`; None where one version sampled all of them.
     """
 
     prompt_ids: list[int]
@@ -229,6 +230,7 @@ class Trajectory:
     logprobs: list[float | None] | None = None
     completion: Any = None
     reward: float | None = None
+    weight_versions: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,8 @@ from .ledger import (
 from .offload import Offload, guard
 
 if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
     from ..contract.protocols import Engine
     from ..plugins.registry import Component
     from ..policy.policy import Policy
@@ -361,3 +363,9 @@ def unused_in_private_pools(segments: Iterable[Mapping[str, Any]], device: torch
     """
     private = (s for s in segments if s["device"] == device.index and tuple(s["segment_pool_id"]) != (0, 0))
     return sum(int(s["total_size"] - s["allocated_size"]) for s in private)
+
+
+def optimizer_name(args: TrainingArguments) -> str:
+    """Return the name of the trainer's optimizer, TRL's `optim`."""
+    name = getattr(args, "optim", "adamw_torch_fused")
+    return str(getattr(name, "value", name))

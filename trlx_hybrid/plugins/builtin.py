@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from ..blame import asked
 from ..contract.protocols import Rollout, Rows, Run, Scores, Scoring, WeightSync
 from ..contract.types import Completion, LoadReport, Request, Sampling
+from ..errors import ConfigError
 from .hookspecs import hookimpl
 
 if TYPE_CHECKING:
@@ -41,6 +43,38 @@ class GatherSync(WeightSync):
         """Stream all weights of the policy into the engine."""
         report = asked(self._source, self._engine, "load_weights", self._policy.full_weights())
         return cast("LoadReport", report)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SingleTurnOptions:
+    """Options in `HybridConfig.rollout_options` for `rollout="single_turn"`.
+
+    Attributes:
+        max_staleness: the largest number of optimizer steps between the beginning of a row's sampling and the last step
+            that trains on it. With 0, each batch is sampled to its end, as in TRL. Above 0, rows that are unfinished
+            when a batch is complete stay in flight, and go on in the next rollout with the weights of then.
+        in_flight: the number of rows that each rank samples at a time; by default one and a half times the rows of its
+            batch. Only with `max_staleness`.
+    """
+
+    max_staleness: int = 0
+    in_flight: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_staleness < 0:
+            raise ConfigError(f"rollout_options max_staleness={self.max_staleness}: it must be 0 or more.")
+        if self.in_flight is not None and (self.in_flight < 1 or not self.max_staleness):
+            raise ConfigError(
+                f"rollout_options in_flight={self.in_flight}: it must be 1 or more, and needs max_staleness above 0."
+            )
+
+    def rows_at_a_time(self, rows: int) -> int:
+        """Return the number of rows that a rank samples at a time.
+
+        Args:
+            rows: the number of rows that a batch has on each rank.
+        """
+        return rows if not self.max_staleness else self.in_flight or rows * 3 // 2
 
 
 class SingleTurn(Rollout):
@@ -90,5 +124,11 @@ def trlx_register(registry: Registry) -> None:
         order=100,
         summary="all-gathers full tensors and loads them with the engine's weight loader; always available",
     )
-    registry.offer("rollout", "single_turn", lambda session, options: SingleTurn(), summary="one completion per prompt")
+    registry.offer(
+        "rollout",
+        "single_turn",
+        lambda session, options: SingleTurn(),
+        options=SingleTurnOptions,
+        summary="one completion per prompt",
+    )
     registry.offer("scoring", "padded", lambda session, options: Padded(), summary="TRL's own forward passes")

@@ -57,6 +57,8 @@ class Component:
         refuses: called with the session and the options when the trainer is built, before the component is built;
             returns why the component cannot serve this model, or None.
         streams: for an engine: whether it serves requests one at a time (`Engine.stream`).
+        interrupts: for an engine: whether its streams say what an unfinished request has sampled (`Stream.sampled`), so
+            that the request can be interrupted and go on later.
         routes: for an engine: whether its completions can name the experts of their tokens (`Completion.experts`).
         keeps: for an engine or a server: whether its completions can name the ids that tokens were sampled from
             (`Completion.support`).
@@ -88,6 +90,7 @@ class Component:
     unavailable: Callable[[], str | None] = lambda: None
     refuses: Callable[[Any, Any], str | None] = lambda session, options: None
     streams: bool = False
+    interrupts: bool = False
     routes: bool = False
     keeps: bool = False
     needs: Collection[str] = ()

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from ..plugins.registry import Component
 
 
+IN_FLIGHT = -1
+"""The weight version in the seeds of rows that are sampled over several versions."""
+
+
 class Sampler:
     """Makes the requests of a run's rollouts, each with its own seed, and has the engine or a plugin's rollout sample
     them.
@@ -100,8 +104,8 @@ class Sampler:
         """
         assert self.source is not None
         source, sampling = self.source, sampling or self.sampling
-        _refuse_empty(prompts)
-        _refuse_long(prompts, engine.max_model_len)
+        refuse_empty(prompts)
+        refuse_long(prompts, engine.max_model_len)
         if self._tracker is None:
             self._tracker, self._group = RowTracker(self._first_row(len(prompts))), num_generations
         places = self._tracker.place(prompts)
@@ -148,7 +152,7 @@ class Sampler:
         Raises:
             EngineError: a prompt leaves no room for a completion.
         """
-        _refuse_long(prompts, engine.max_model_len)
+        refuse_long(prompts, engine.max_model_len)
         self._conversing, self._group = len(prompts), num_generations
         first = self._first_row(len(prompts))
 
@@ -175,12 +179,24 @@ class Sampler:
         """
         return self._drawn[self._stream] + self._ranks.rank * rows
 
+    def seed_in_flight(self, group: int, generation: int, rollouts: int) -> int:
+        """Return the seed of a row that is sampled over several weight versions. It does not depend on the version, so
+        that the number of the group never begins at 0 again.
+
+        Args:
+            group: the number of the row's group among all groups of the run.
+            generation: index within the group.
+            rollouts: the number of rollouts in which the row was sampled before.
+        """
+        return request_seed(self._run_seed, "train", IN_FLIGHT, group, generation, turn=rollouts)
+
     def _seed(self, row: int, turn: int) -> int:
         prompt, generation = divmod(row, self._group)
         return request_seed(self._run_seed, self._stream, self._version, prompt, generation, turn=turn)
 
 
-def _refuse_empty(prompts: Sequence[list[int]]) -> None:
+def refuse_empty(prompts: Sequence[list[int]]) -> None:
+    """Raise an EngineError that names the first prompt without tokens."""
     for index, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise EngineError(
@@ -189,7 +205,8 @@ def _refuse_empty(prompts: Sequence[list[int]]) -> None:
             )
 
 
-def _refuse_long(prompts: Sequence[list[int]], max_model_len: int) -> None:
+def refuse_long(prompts: Sequence[list[int]], max_model_len: int) -> None:
+    """Raise an EngineError that names the first prompt which leaves no room for a completion."""
     for index, prompt in enumerate(prompts):
         if len(prompt) >= max_model_len:
             raise EngineError(

@@ -45,6 +45,7 @@ from .borrowed import BORROWED, GENERATING, SCORED_BESIDE
 from .checkpoint.checkpoints import Checkpoints
 from .checkpoint.data_order import DataOrder
 from .generation import tool_calling
+from .generation.in_flight import BY_TOKEN_RATIO, InFlight, in_flight_at_once, in_flight_of
 from .generation.prompts import refuse_missing_prompts
 from .generation.truncation_rule import BY_TOKEN, MASKS, rule_of
 from .generation.vllm_generation import Generation
@@ -128,6 +129,9 @@ def choose(trainer: StockTrainer, chosen: Chosen, given: Mapping[str, Any]) -> d
     tools = given.get("tools") or given.get("environment_factory")
     unscored = SCORING_COMPONENT.refused(Facts(trainer))
     arguments = replace(trainer_arguments(given.get("args"), tools, given.get("rollout_func")), unscored=unscored)
+    arguments = replace(
+        arguments, engine_options=arguments.engine_options | in_flight_at_once(config, given.get("args"))
+    )
     algorithms = choose_algorithms(config, registry)
     if algorithms and trainer._base_name != "GRPO":
         raise ConfigError(
@@ -214,6 +218,7 @@ def attach(trainer: StockTrainer, chosen: Chosen, starts: Callable[[int], None])
         recorder=None if config.record is None else Recorder(session, config.record),
         replay=None if chosen.replayed is None else Replay(trainer, chosen.replayed),
         step_metrics=steps,
+        in_flight=_rows_in_flight(trainer, session),
         left_out_by=left_out_by,
         borrowed=BORROWED,
     )
@@ -326,6 +331,20 @@ def _replay_routers(trainer: StockTrainer, chosen: Chosen) -> None:
     if reason is not None:
         raise ConfigError(f"HybridConfig.router_replay cannot serve this run: {reason}. {ROUTER_REPLAY.way_out}")
     trainer.session.router_replay = RouterReplay(trainer.session.policy.base)
+
+
+def _rows_in_flight(trainer: StockTrainer, session: Session) -> InFlight | None:
+    """Return the rows in flight of the run, or None. TRL's default correction masks whole sequences by the product of
+    their tokens' ratios, which is far from 1 where the weights have changed; so it becomes one by token.
+
+    Source: AReaL (arXiv:2505.24298, section 5.2), the decoupled objective.
+    """
+    found, args = in_flight_of(trainer, session), trainer.args
+    default = type(args).__dataclass_fields__["vllm_importance_sampling_mode"].default if found is not None else None
+    if found is not None and trainer.vllm_importance_sampling_mode == default:
+        args.vllm_importance_sampling_mode = trainer.vllm_importance_sampling_mode = BY_TOKEN_RATIO
+        session.notes.append(f"rows in flight: vllm_importance_sampling_mode={BY_TOKEN_RATIO!r}, not {default!r}")
+    return found
 
 
 def _put_engine(trainer: StockTrainer, session: Session) -> None:

@@ -346,6 +346,10 @@ EARLY_REWARDS = Option(
     (
         Refusal("TRL samples", lambda f: _where(f.engine is None, "TRL generates")),
         Refusal(
+            "rows stay in flight",
+            lambda f: _where(f.trainer.session.sampled is not None, "rows are sampled before their batch is known"),
+        ),
+        Refusal(
             "a `rollout_func`",
             lambda f: _where(getattr(f.trainer, "rollout_func", None) is not None, "rollout_func samples"),
         ),
@@ -359,4 +363,93 @@ EARLY_REWARDS = Option(
     ),
 )
 
-OPTIONS = (SCORING_COMPONENT, DEFERRED, REGROUPED, KEPT_IDS, ROUTER_REPLAY, OTHER_PROMPTS, EARLY_REWARDS)
+UNSPLIT = ("stop", "min_tokens", "max_tokens", "detokenize", "n")
+"""Sampling settings in TRL's `generation_kwargs` that count or match tokens from a request's beginning, so that a row
+cannot go on in another request."""
+
+
+def _unsplit(facts: Facts) -> str:
+    sampling = facts.trainer.session.sampling
+    setting = (
+        sampling.truncated_by() or sampling.reweighted_by() or next((n for n in UNSPLIT if n in sampling.extra), "")
+    )
+    return setting and f"its sampling has {setting}"
+
+
+IN_FLIGHT = Option(
+    "rows in flight over several optimizer steps (`rollout_options={'max_staleness': ...}`)",
+    "Leave it out, or do as the reason says.",
+    (
+        Refusal(
+            "another trainer than GRPO",
+            lambda f: _where(f.trainer._base_name != "GRPO", f"{type(f.trainer).__name__} does not correct for it"),
+        ),
+        Refusal(
+            "`vllm_importance_sampling_correction=False`",
+            lambda f: _where(
+                not getattr(f.trainer, "vllm_importance_sampling_correction", False),
+                "vllm_importance_sampling_correction is off, so nothing would correct for weights that have changed",
+            ),
+        ),
+        Refusal(
+            "an engine whose requests cannot be interrupted",
+            lambda f: _where(
+                f.engine is None or not f.engine.interrupts, f"requests of engine {f.sampler} cannot be interrupted"
+            ),
+        ),
+        Refusal(
+            "tools, environments or a `rollout_func`",
+            lambda f: _where(
+                getattr(f.trainer, "tools", None)
+                or getattr(f.trainer, "environment_factories", None)
+                or getattr(f.trainer, "rollout_func", None),
+                "its rows have several turns",
+            ),
+        ),
+        Refusal(
+            "a model with images", lambda f: _where(getattr(f.trainer, "_is_vlm", False), "its model takes images")
+        ),
+        Refusal(
+            "an iterable training dataset",
+            lambda f: _where(
+                not (hasattr(f.trainer.train_dataset, "__getitem__") and hasattr(f.trainer.train_dataset, "__len__")),
+                "its training dataset is iterable, and is not read ahead. Load it as a `datasets.Dataset`",
+            ),
+        ),
+        Refusal(
+            "an algorithm that samples other prompts",
+            lambda f: _where(
+                f.trainer.session.algorithms.filters or f.trainer.session.algorithms.draws,
+                "its algorithm chooses the prompts",
+            ),
+        ),
+        Refusal(
+            "`HybridConfig.router_replay`",
+            lambda f: _where(f.trainer.session.config.router_replay, "router_replay needs the experts of whole rows"),
+        ),
+        Refusal(
+            "sampling that excludes or reweights tokens, or that depends on the row's beginning: "
+            + ", ".join(f"`{name}`" for name in UNSPLIT),
+            _unsplit,
+        ),
+        Refusal(
+            "a rollout that begins within an optimizer step",
+            lambda f: _where(
+                f.trainer.args.steps_per_generation % f.trainer.args.gradient_accumulation_steps,
+                "steps_per_generation is no multiple of gradient_accumulation_steps",
+            ),
+        ),
+        Refusal(
+            "groups that lie on several ranks",
+            lambda f: _where(
+                f.trainer.args.per_device_train_batch_size
+                * f.trainer.args.steps_per_generation
+                % f.trainer.num_generations,
+                "the rows of a batch on each rank (per_device_train_batch_size x steps_per_generation) are no multiple "
+                "of num_generations",
+            ),
+        ),
+    ),
+)
+
+OPTIONS = (SCORING_COMPONENT, DEFERRED, REGROUPED, KEPT_IDS, ROUTER_REPLAY, OTHER_PROMPTS, EARLY_REWARDS, IN_FLIGHT)

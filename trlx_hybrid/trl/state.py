@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ..contract.protocols import Groups, Scores
     from ..contract.support import Support
     from ..session import Session
+    from .generation.in_flight import InFlight
     from .stock import StockTrainer
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,8 @@ class Batch:
             compute them.
         scores_old: whether TRL's next scoring call is for the old log-probs, and uses the experts that the engine chose
             in the rollout (router replay).
+        staleness: for each token of this rank's rows, the number of optimizer steps between its sampling and the batch;
+            None where the batch was sampled in one rollout.
     """
 
     to_be_scored: bool = False
@@ -103,6 +106,7 @@ class Batch:
     kept: dict[str, Tensor] | None = None
     skips_old: bool = False
     scores_old: bool = False
+    staleness: list[list[int]] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -152,6 +156,7 @@ class RunState:
         recorder: writes each batch to a recording; None where none is written.
         replay: reads the batches from a recording; None where they are sampled.
         step_metrics: measures the time of a step; None where nothing is measured.
+        in_flight: the rows that stay in flight between batches; None where each batch is sampled to its end.
         left_out_by: the sampling setting that leaves ids out, such as `top_k`, where log-probs are computed over the
             remaining ids only; else None.
         borrowed: TRL's functions that this package calls, and the module of its LM head, looked up once.
@@ -174,6 +179,7 @@ class RunState:
     recorder: Recorder | None
     replay: Replay | None
     step_metrics: StepMetrics | None
+    in_flight: InFlight | None
     left_out_by: str | None
     borrowed: Borrowed
     deferred: DeferredLogProbs = field(default_factory=DeferredLogProbs)

@@ -40,12 +40,12 @@ from .arguments import refuse_unknown, suggesting
 from .borrowed import GENERATING, OWN_ENGINE
 from .checkpoint.adapters import load_adapters, load_default
 from .checkpoint.checkpoints import all_adapters
-from .generation import resampling, tool_calling, truncation, unseen_parts
+from .generation import in_flight, resampling, tool_calling, truncation, unseen_parts
 from .generation.early_rewards import begun_early
 from .generation.prompts import naming_resets
 from .generation.truncation_rule import MASKS
 from .generation.vllm_generation import trajectories_of
-from .scoring import agreement, kept_ids, loss
+from .scoring import agreement, kept_ids, loss, shape
 from .scoring.deferred import NUMBER, defers, reads_old
 from .scoring.divergence import leave_out_unscored
 from .scoring.reference import active_adapters, check_reference, scored_by_policy
@@ -210,6 +210,7 @@ class HybridTrainer(Base):
         self, max_steps: Any, steps_per_epoch: Any, epochs: Any, resume_from_checkpoint: Any, trial: Any
     ) -> tuple[int, int]:
         skipped = super()._init_training_state(max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial)
+        in_flight.start(self._running.in_flight, resume_from_checkpoint)
         return self._running.order.resumed(self, resume_from_checkpoint, skipped)
 
     def _starts(self, step: int) -> None:
@@ -235,7 +236,10 @@ class HybridTrainer(Base):
             self.control.should_training_stop = True  # transformers 5.17 would take a step more in a run that had ended
             return
         trained = kwargs["steps_trained_in_current_epoch"]
-        self._running.order.begin_epoch(self, kwargs["epoch"], kwargs["train_dataloader"], trained)
+        run, loader = self._running, kwargs["train_dataloader"]
+        run.order.begin_epoch(self, kwargs["epoch"], loader, trained)
+        if run.in_flight is not None:
+            run.in_flight.begin_epoch(self, loader, trained)
         super()._run_epoch(*args, **kwargs)
 
     # --- an optimizer step --------------------------------------------------------------------------------------------
@@ -323,6 +327,8 @@ class HybridTrainer(Base):
             with run.deferred.rolled_out(self) if deferred else nullcontext():
                 values = super()._generate_and_score_completions(rows)
         truncation.exclude(batch, values)
+        if batch.staleness is not None:
+            values[shape.STALENESS] = in_flight.stale(batch.staleness, values["completion_mask"])
         if deferred:
             run.deferred.begin(values, training, session.weight_version)
         values |= kept_in_rollout(batch, values["completion_ids"].shape[1])
@@ -334,34 +340,26 @@ class HybridTrainer(Base):
         batch.supports = batch.kept = None
         agreement.check(self, run, values)
         rewards.advise(self, run, values)
-        session.host.call("trlx_rollout_end", session=session, trajectories=self._trajectories(batch))
+        session.host.call("trlx_rollout_end", session=session, trajectories=trajectories_of(self, batch))
         run.metrics.begin()
         run.metrics.log(self._metrics["train" if session.training else "eval"])
         return values
 
     def _chosen_rows(self, run: RunState, rows: Rows, training: bool) -> Rows:
         """Return the dataset rows of the batch that TRL is going to score: those of its data loader, those that an
-        algorithm draws or, where an algorithm filters groups, those whose completions were sampled in rounds.
+        algorithm draws or that were sampled in rounds, or those of complete groups where rows stay in flight.
 
         Args:
             rows: this rank's rows from the data loader.
             training: False for an evaluation, in which the data loader's rows are returned.
         """
+        if training and run.in_flight is not None:
+            return run.in_flight.batch(self, run, list(rows[0]))
         if training and run.session.algorithms.draws:
             rows = resampling.drawn(self, run, rows)
         if training and run.session.algorithms.filters:
             rows = resampling.resampled(self, run, rows, functools.partial(self._sample, run))
         return rows
-
-    def _trajectories(self, batch: Batch) -> Any:
-        return trajectories_of(
-            self._base_name,
-            batch.generated,
-            rewards=batch.rewards,
-            reward_weights=getattr(self, "reward_weights", None),
-            rank=self.session.ranks.rank,
-            weight_version=self.session.versions.version,
-        )
 
     def _generate(self, prompts: list[Any]) -> Any:
         run = self._run
@@ -386,7 +384,7 @@ class HybridTrainer(Base):
             tool_calling.refuse_text(prompts)
         batch.conversations = None
         early = begun_early(self, run, run.borrowed.parse_response, prompts)
-        phase = session.rollout_phase(self.model.training)
+        phase = session.rollout_phase(self.model.training) if session.sampled is None else nullcontext()
         with run.generation(), run.part("rollout"), phase, tool_calling.forgiving(self, run), early:
             batch.generated = tool_calling.with_images(self, super()._generate(prompts))
         truncation.note_truncated(self, run)
@@ -527,6 +525,8 @@ class HybridTrainer(Base):
         with run.checkpoints.saving(self, Path(self._get_output_dir(trial=trial))) as folder:
             with run.checkpoints.held():
                 run.order.save(self, folder)
+                if run.in_flight is not None:
+                    run.in_flight.save(folder)
             super()._save_checkpoint(model, trial)
 
     def _save(self, *args: Any, **kwargs: Any) -> None:

@@ -138,7 +138,7 @@ class DataOrder:
         foreign = next(foreign_values(trainer._buffered_inputs), None) if kept else None
         file = folder / ROLLOUT_FILE.format(rank=self._session.ranks.rank)
         if kept and foreign is None:
-            _write(trainer._buffered_inputs, file)
+            write_file(trainer._buffered_inputs, file)
         else:
             file.unlink(missing_ok=True)  # of an earlier run that wrote into this folder
         if trainer.args.should_save:
@@ -152,7 +152,7 @@ class DataOrder:
                 kept=kept and foreign is None,
                 settings=ordering_settings(trainer),
             )
-            _write(asdict(place), folder / DATA_FILE)
+            write_file(asdict(place), folder / DATA_FILE)
         reasons = list(inexact_reasons(trainer, foreign))
         if reasons and not self._inexact_said and self._session.ranks.rank == 0:
             self._inexact_said = True
@@ -211,7 +211,7 @@ class DataOrder:
         """
         file = checkpoint / ROLLOUT_FILE.format(rank=self._session.ranks.rank)
         try:
-            return send_to_device(_read(file), self._session.policy.device), None
+            return send_to_device(read_file(file), self._session.policy.device), None
         except ConfigError as error:
             return None, str(error)
 
@@ -222,7 +222,7 @@ def read_place(checkpoint: Path) -> Place | None:
     Raises:
         ConfigError: the file cannot be read.
     """
-    found = _read(checkpoint / DATA_FILE)
+    found = read_file(checkpoint / DATA_FILE)
     try:
         return None if found is None else Place(**found)
     except TypeError as error:
@@ -239,7 +239,7 @@ def micro_batches_of_a_rollout(trainer: StockTrainer) -> int:
 def sampler_generators(loader: Any) -> list[torch.Generator]:
     """Return the generators that a data loader and its samplers draw the order from, the outermost first."""
     found: list[torch.Generator] = []
-    for part in _samplers(loader):
+    for part in nested_samplers(loader):
         generator = getattr(part, "generator", None)
         if isinstance(generator, torch.Generator) and all(generator is not other for other in found):
             found.append(generator)
@@ -249,7 +249,7 @@ def sampler_generators(loader: Any) -> list[torch.Generator]:
 def pass_epochs(loader: Any, epochs: int) -> None:
     """Draw and discard the orders of the first `epochs` epochs from TRL's sampler, so that its random generator gets
     into the state that it had after them. Used if the checkpoint does not have the generator's states."""
-    sampler = next((part for part in _samplers(loader) if hasattr(part, "mini_repeat_count")), None)
+    sampler = next((part for part in nested_samplers(loader) if hasattr(part, "mini_repeat_count")), None)
     if sampler is not None:
         for _ in range(epochs):
             next(iter(sampler), None)
@@ -323,7 +323,7 @@ def foreign_values(value: Any, name: str = "") -> Iterator[str]:
         yield f"{name!r}, a {type(value).__name__}"
 
 
-def _samplers(loader: Any) -> list[Any]:
+def nested_samplers(loader: Any) -> list[Any]:
     """Return a data loader and all of its nested samplers, outermost first."""
     found: list[Any] = []
     parts = [loader]
@@ -345,14 +345,14 @@ def _prompts_digest(dataset: Any) -> str | None:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _write(value: Any, file: Path) -> None:
+def write_file(value: Any, file: Path) -> None:
     """Write a value to a file that gets its name only once it is complete, so that a kill leaves no partial file."""
     part = file.with_name(f"{file.name}.part")
     torch.save(value, part)
     part.replace(file)
 
 
-def _read(file: Path) -> Any:
+def read_file(file: Path) -> Any:
     """Return a file's value on the CPU; None where the file does not exist. Raise ConfigError where it is damaged."""
     if not file.exists():
         return None

@@ -16,6 +16,8 @@ from ..arguments import refuse_penalties, refuse_reserved
 
 if TYPE_CHECKING:
     from ...session import Session
+    from ..state import Batch
+    from ..stock import StockTrainer
 
 GenerateResult = tuple[
     list[list[int]], list[list[int]], list[list[list[float | None]]] | None, list[list[list[int]]] | None
@@ -67,11 +69,11 @@ class Generation:
         """Copy the policy's weights into the engine. TRL calls it before each rollout; scripts may call it before
         requests of their own between rollouts. Collective.
 
-        Within a rollout this does nothing: the rollout has begun with a weight sync, decided by weight version rather
-        than by `global_step`.
+        Within a rollout, or where the batch is sampled already, this does nothing: the rollout has begun with a weight
+        sync, decided by weight version rather than by `global_step`.
         """
         session = self._session
-        if session.phase is Phase.ROLLOUT:
+        if session.phase is Phase.ROLLOUT or session.sampled is not None:
             return
         kept = session.training, session.metrics  # state of the trainer's own rollout, which is logged later
         with session.rollout_phase(training=False):
@@ -100,7 +102,7 @@ class Generation:
         Raises:
             StaleWeightsError: no rollout is running, so the weights have not been synced.
         """
-        if self._session.phase is not Phase.ROLLOUT:
+        if self._session.phase is not Phase.ROLLOUT and self._session.sampled is None:
             raise StaleWeightsError(
                 "vllm_generation.generate() outside of a rollout, which `_generate` of trlx_hybrid's trainers begins. "
                 "Where a subclass replaces it, derive the class from TRL's and have it wrapped: hybrid(MyTrainer)."
@@ -124,29 +126,27 @@ class Generation:
         return getattr(engine, "llm", None) or SimpleNamespace(llm_engine=limits)
 
 
-def trajectories_of(
-    trainer: str, generated: Any, *, rewards: Any, reward_weights: Any, rank: int, weight_version: int
-) -> list[Trajectory]:
+def trajectories_of(trainer: StockTrainer, batch: Batch) -> list[Trajectory]:
     """Return this rank's trajectories of one batch, in TRL's order.
 
     Args:
-        trainer: `_name` of TRL's trainer; the tuple that its `_generate` returns depends on it.
-        generated: the tuple that `_generate` returned.
-        rewards: tensor (world * B, functions) of all ranks, NaN where a function returned None; or None.
-        reward_weights: tensor (functions,) or None.
+        batch: the batch, with its rewards and what TRL's `_generate` returned.
     """
+    generated, rewards, staleness = batch.generated, batch.rewards, batch.staleness
+    weights, rank = getattr(trainer, "reward_weights", None), trainer.session.ranks.rank
+    version = trainer.session.weight_version
     mask, completions, logprobs = None, None, None
-    if trainer == "GRPO":
+    if trainer._base_name == "GRPO":
         prompts, ids, mask, completions, logprobs, *_ = generated
-    elif trainer == "RLOO":
+    elif trainer._base_name == "RLOO":
         prompts, ids, completions = generated
     else:
         prompts, ids, mask, *_ = generated
     scores = None
     if rewards is not None:
-        weights = reward_weights.to(rewards.device) if reward_weights is not None else 1.0
         mine = rewards[rank * len(ids) : (rank + 1) * len(ids)]
-        sums, scored = (mine * weights).nansum(dim=1).tolist(), (~mine.isnan()).any(dim=1).tolist()
+        weighted = mine if weights is None else mine * weights.to(mine.device)
+        sums, scored = weighted.nansum(dim=1).tolist(), (~mine.isnan()).any(dim=1).tolist()
         scores = [value if some else None for value, some in zip(sums, scored, strict=True)]
     return [
         Trajectory(
@@ -156,7 +156,8 @@ def trajectories_of(
             logprobs=list(logprobs[i]) if logprobs is not None else None,
             completion=completions[i] if completions is not None else None,
             reward=scores[i] if scores is not None else None,
-            weight_version=weight_version,
+            weight_version=version,
+            weight_versions=None if staleness is None else [version - age for age in staleness[i]],
         )
         for i in range(len(ids))
     ]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..refusals import SCORER, overriding, own_rollout
+from ..stock import mode_of
 from . import shape
 
 if TYPE_CHECKING:
@@ -34,12 +35,14 @@ def check(
     session = run.session
     if session.selection.stock or not {shape.OLD, shape.SAMPLED} <= batch.keys():
         return
+    if shape.STALENESS in batch:
+        shape.log_staleness(trainer._metrics[mode_of(trainer)], session.ranks, batch)
     source, again = session.sampler.source, batch if whole is None else whole
     session.versions.check_batch(
         session.live_engine,
         batch[shape.SAMPLED],
         batch[shape.OLD],
-        batch["completion_mask"] * batch.get("tool_mask", 1),
+        shape.current(batch),
         batch["completion_ids"],
         temperature=trainer.temperature,
         step=session.step,

@@ -27,6 +27,7 @@ from ...weights.verify import noise
 from ..checkpoint.data_order import micro_batches_of_a_rollout
 from ..stock import mode_of
 from .divergence import DIVERGENCE, RATIO, corrects, importance_ratio, left_out, log_divergence
+from .shape import STALENESS
 
 if TYPE_CHECKING:
     from ...session import Session
@@ -147,6 +148,7 @@ class Deferred:
         self._completion_mask, self._ids = mask, batch["completion_ids"]
         self._mask = mask * batch["tool_mask"] if "tool_mask" in batch else mask
         self._sampled: Tensor | None = batch.get("sampling_per_token_logps")
+        self._staleness = {name: batch[name] for name in (STALENESS,) if name in batch}
         self._old: Tensor | None = None  # (B, T), in the order of the rollout
         self._waiting = len(mask)
         batch[NUMBER] = torch.arange(len(mask), device=mask.device)
@@ -201,6 +203,7 @@ class Deferred:
         if ratio is not None and self._sampled is not None:
             log_divergence(trainer, trainer._metrics[self._mode], old, self._sampled, self._mask.bool(), ratio)
         batch = {"old_per_token_logps": old, "completion_mask": self._mask, "completion_ids": self._ids}
+        batch |= self._staleness
         if self._sampled is not None:
             batch["sampling_per_token_logps"] = self._sampled
         self._old = self._sampled = None  # frees memory until the next rollout

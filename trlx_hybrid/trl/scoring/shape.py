@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from torch import Tensor
 from ...contract.support import BOUNDS, WORDS
 from ...routing import EXPERTS
 from ...weights.verify import disagreement
+
+if TYPE_CHECKING:
+    from ...interprocess.ranks import Ranks
 
 EVERY = 250
 """The number of optimizer steps from one step with a measurement to the next. The first step is measured."""
@@ -31,6 +34,11 @@ SHAPE, ROUNDING = (tuple(f"ratio/{part}/{name}" for name in ("mean", "max")) for
 micro-batch with the row alone, ROUNDING the engine with the row alone."""
 
 OLD, SAMPLED = "old_per_token_logps", "sampling_per_token_logps"
+CURRENT_GAP, STALE_GAP = "sampling/current_logp_difference", "sampling/stale_logp_difference"
+"""Names of the metrics that `log_staleness` logs."""
+STALENESS = "token_staleness"
+"""The key in batches of rows in flight: for each token, (B, T), the optimizer steps between its sampling and the
+batch."""
 """Keys in TRL's batches for the log-probs of the trainer and of the engine, (B, T) float."""
 
 PICTURES = ("pixel_values", "image_grid_thw", "num_images", "token_type_ids", "mm_token_type_ids")
@@ -74,7 +82,7 @@ def alone(batch: Mapping[str, Any], row: int) -> dict[str, Any]:
         "completion_ids": batch["completion_ids"][row, :tokens][None],
         "completion_mask": mask[:tokens][None],
     }
-    for name in ("tool_mask", OLD, SAMPLED, BOUNDS):
+    for name in ("tool_mask", OLD, SAMPLED, BOUNDS, STALENESS):
         if name in batch:
             found[name] = batch[name][row, :tokens][None]
     if WORDS in batch:
@@ -86,10 +94,16 @@ def alone(batch: Mapping[str, Any], row: int) -> dict[str, Any]:
 
 
 def compared(batch: Mapping[str, Any]) -> Tensor:
-    """Return a (B, T) bool mask of the tokens that the engine sampled and whose log-probs it returned."""
-    sampled = batch["completion_mask"] * batch.get("tool_mask", 1)
-    trained: Tensor = sampled.bool() & ~batch[SAMPLED].isnan()
+    """Return a (B, T) bool mask of the tokens that the engine sampled with the batch's weights, and whose log-probs it
+    returned."""
+    trained: Tensor = current(batch).bool() & ~batch[SAMPLED].isnan()
     return trained
+
+
+def current(batch: Mapping[str, Any]) -> Tensor:
+    """Return a (B, T) mask of the tokens that the engine sampled with the batch's weights, not with earlier ones."""
+    sampled: Tensor = batch["completion_mask"] * batch.get("tool_mask", 1)
+    return sampled * (batch[STALENESS] == 0) if STALENESS in batch else sampled
 
 
 def parts(one: Mapping[str, Any], scored: Tensor) -> Tensor:
@@ -126,6 +140,24 @@ def log(metrics: dict[str, list[float]], of_ranks: Tensor) -> None:
         for names, at in ((SHAPE, 0), (ROUNDING, 2)):
             metrics[names[0]].append(sums[at] / sums[4])
             metrics[names[1]].append(largest[at + 1])
+
+
+def log_staleness(metrics: dict[str, list[float]], ranks: Ranks, batch: Mapping[str, Any]) -> None:
+    """Log the mean absolute difference of log-probs between engine and trainer, apart for tokens that were sampled with
+    the batch's weights and with earlier ones. Collective.
+
+    Args:
+        metrics: TRL's training metrics.
+        batch: this rank's rows of a batch of rows in flight.
+    """
+    sampled = batch["completion_mask"].bool() & ~batch[SAMPLED].isnan()
+    gap = (batch[OLD] - batch[SAMPLED]).abs().nan_to_num()
+    current, stale = sampled & (batch[STALENESS] == 0), sampled & (batch[STALENESS] > 0)
+    sums = [value.double() for tokens in (current, stale) for value in (gap[tokens].sum(), tokens.sum())]
+    of_current, currents, of_stale, stales = ranks.total(torch.stack(sums)).tolist()
+    for name, total, tokens in ((CURRENT_GAP, of_current, currents), (STALE_GAP, of_stale, stales)):
+        if tokens:
+            metrics[name].append(total / tokens)
 
 
 def furthest(batch: Mapping[str, Any], nats: float) -> int:

@@ -103,6 +103,7 @@ def trlx_register(registry: Registry) -> None:
         unavailable=unavailable,
         refuses=_refuses,
         streams=True,
+        interrupts=True,
         routes=True,
         keeps=True,
         summary="vLLM inside the trainer's process, on the trainer's device",

@@ -77,6 +77,10 @@ class EngineStream:
             del self._keys[request_id]
             self._stepper.abort(request_id)
 
+    def sampled(self, key: int) -> Completion:
+        """Return the tokens that the unfinished request with this key has sampled so far."""
+        return self._stepper.sampled(self._ids[key])
+
     def step(self, more: bool) -> tuple[list[tuple[int, Completion]], bool]:
         """Run one step of vLLM's engine core, if any request is unfinished.
 
@@ -171,6 +175,11 @@ class ReplicaStream(EngineStream):
     def abort(self, key: int) -> None:
         """Let the next step stop the request with this key, and free its KV cache, on every rank."""
         self._events.append((key, None))
+
+    def sampled(self, key: int) -> Completion:
+        """Return the tokens that this rank's unfinished request with this key has sampled so far."""
+        place = self._places.get((self._rank, key))
+        return Completion(token_ids=[], logprobs=[]) if place is None else super().sampled(place)
 
     def step(self, more: bool) -> tuple[list[tuple[int, Completion]], bool]:
         """Run one step of the engine core, on every rank of the replica.

@@ -354,6 +354,12 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
             self._rows, self._running_rows, self._seen_running = {}, [], []  # keep no request alive
         return outputs
 
+    def release(self, request_id: str) -> EngineCoreOutput | None:
+        """Return the tokens of an unfinished request that are held back (see `holding`), and hold them no longer. None
+        where there are none."""
+        row = self._rows.get(request_id)
+        return row.release() if row is not None and row.held else None
+
     def _released(self) -> list[EngineCoreOutput]:
         """Return the tokens that were held back, as one output for each unfinished request that has any.
 

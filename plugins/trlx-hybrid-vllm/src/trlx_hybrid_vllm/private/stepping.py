@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
-    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
     from .recorders import Experts, RoutingCapture
     from .sampling_graphs import SamplingGraphs
@@ -100,8 +100,18 @@ class Partial:
     logprobs: list[np.ndarray[tuple[int, ...], np.dtype[np.float32]]] = field(default_factory=list)
     experts: list[Experts] = field(default_factory=list)
 
-    def completion(self, finish_reason: str) -> Completion:
-        """Return the outputs as the completion of a finished request, with a log-prob of None in the place of NaN."""
+    def add(self, output: EngineCoreOutput) -> None:
+        """Append the tokens of one output of the engine core, with their log-probs."""
+        self.token_ids += output.new_token_ids
+        if output.new_logprobs is not None:
+            self.logprobs.append(output.new_logprobs.logprobs[:, 0])  # column 0 is the sampled token's
+
+    def completion(self, finish_reason: str | None) -> Completion:
+        """Return the outputs as a completion, with a log-prob of None in the place of NaN.
+
+        Args:
+            finish_reason: why the request ended; None if it is unfinished.
+        """
         if not self.logprobs:
             return Completion(token_ids=self.token_ids, finish_reason=finish_reason, row=self.row)
         values = np.concatenate(self.logprobs)
@@ -221,6 +231,20 @@ class Stepper:
         del self.unfinished[request_id]
         self._engine.abort_request([request_id], internal=True)
 
+    def sampled(self, request_id: str) -> Completion:
+        """Return the tokens that an unfinished request has sampled so far.
+
+        Raises:
+            EngineError: vLLM builds text from the tokens, which it then keeps to itself until the request finishes.
+        """
+        if self._text:
+            raise EngineError("Requests with stop strings, or with log-probs of several tokens, cannot be interrupted.")
+        arriving, scheduler = self.unfinished[request_id], self._core.engine_core.scheduler
+        held = scheduler.release(request_id) if hasattr(scheduler, "holding") else None
+        if held is not None:
+            arriving.add(held)
+        return arriving.completion(None)
+
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[tuple[str, Completion]]:
@@ -240,9 +264,7 @@ class Stepper:
             arriving = self.unfinished.get(output.request_id)
             if arriving is None:  # aborted while this step was on its way
                 continue
-            arriving.token_ids += output.new_token_ids
-            if output.new_logprobs is not None:
-                arriving.logprobs.append(output.new_logprobs.logprobs[:, 0])  # column 0 is the sampled token's
+            arriving.add(output)
             if output.prefill_stats is not None:
                 self.cached_tokens += output.prefill_stats.num_cached_tokens
                 self.prompt_tokens += output.prefill_stats.num_prompt_tokens

@@ -1,0 +1,166 @@
+"""Rows that stay in flight over several optimizer steps, sampled by the real engine."""
+
+import copy
+
+import pytest
+import torch
+from transformers import TrainerCallback
+from trlx_hybrid import GRPOTrainer, hookimpl
+from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+
+LENGTH = 24
+STALENESS = 2
+ENDS = character_tokenizer().convert_tokens_to_ids([*"0123456789aeiou"])
+IN_FLIGHT = {"engine": "vllm", "rollout_options": {"max_staleness": STALENESS}}
+SETTINGS = {
+    "max_completion_length": LENGTH,
+    "max_steps": 6,
+    "generation_kwargs": {"stop_token_ids": ENDS},
+    "loss_type": "grpo",
+}
+
+
+class Trajectories:
+    """A plugin that keeps the trajectories of each batch."""
+
+    def __init__(self):
+        self.batches = []
+
+    @hookimpl
+    def trlx_rollout_end(self, session, trajectories):
+        if session.training:
+            self.batches.append(list(trajectories))
+
+
+class Weights(TrainerCallback):
+    """Keeps the weights of every version."""
+
+    def __init__(self):
+        self.of_version = []
+
+    def on_step_begin(self, *args, model, **kwargs):
+        self.of_version.append(copy.deepcopy(model.state_dict()))
+
+
+def in_flight(run, tmp_path, name="run", **given):
+    kept, weights = Trajectories(), Weights()
+    settings = SETTINGS | {"hybrid": IN_FLIGHT, "output_dir": str(tmp_path / name)} | given
+    done = run(GRPOTrainer, plugins=[kept], callbacks=[weights], **settings)
+    return done, kept.batches, weights.of_version
+
+
+def test_each_token_has_the_log_prob_of_the_version_that_sampled_it(run, tmp_path):
+    done, batches, of_version = in_flight(run, tmp_path)
+    ages = [
+        step - version
+        for step, batch in enumerate(batches)
+        for trajectory in batch
+        for version in trajectory.weight_versions
+    ]
+    assert max(ages) == STALENESS  # rows were in flight, and none for longer
+    model = tiny_model().eval()
+    for step, batch in enumerate(batches):
+        for trajectory in batch:
+            versions = trajectory.weight_versions
+            assert versions == sorted(versions)
+            assert versions[-1] <= step
+            assert len(trajectory.completion_ids) <= LENGTH
+            ids = torch.tensor([trajectory.prompt_ids + trajectory.completion_ids])
+            for version in set(versions):
+                model.load_state_dict(of_version[version])
+                with torch.no_grad():
+                    scored = model(ids).logits[0, len(trajectory.prompt_ids) - 1 : -1].float().log_softmax(-1)
+                for token, of_token in enumerate(versions):
+                    if of_token == version:
+                        wanted = scored[token, trajectory.completion_ids[token]].item()
+                        assert trajectory.logprobs[token] == pytest.approx(wanted, abs=1e-5)
+    assert all(entry["hybrid/staleness/max"] <= STALENESS for entry in done.trainer.state.log_history[:-1])
+
+
+def test_every_row_is_trained_once(run, tmp_path):
+    done, batches, _ = in_flight(run, tmp_path)
+    usual = run(GRPOTrainer, hybrid={"engine": "vllm"}, **SETTINGS)
+    assert sorted(done.recorder.prompts) == sorted(usual.recorder.prompts)
+    assert done.recorder.prompts != usual.recorder.prompts  # they come in another order
+    assert all(len(batch) == 8 for batch in batches)
+
+
+@pytest.mark.parametrize("step", [1, 3, 5])
+def test_a_resumed_run_goes_on_to_the_token(run, tmp_path, step):
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    whole, batches, _ = in_flight(run, tmp_path, "whole", **saving)
+    weights = whole.weights()
+    whole.close()
+    checkpoint = tmp_path / "whole" / f"checkpoint-{step}"
+    again, resumed, _ = in_flight(run, tmp_path, "again", resume=str(checkpoint), **saving)
+    assert resumed == batches[step:]  # tokens, log-probs, versions and rewards
+    assert again.logs[:-1] == whole.logs[:-1]  # the last is the mean loss of the steps that this process took
+    assert all(torch.equal(value, weights[name]) for name, value in again.weights().items())
+
+
+def test_without_staleness_each_batch_is_sampled_to_its_end(run):
+    usual = run(GRPOTrainer, hybrid={"engine": "vllm"}, **SETTINGS)
+    usual_weights = usual.weights()
+    usual.close()
+    zero = run(GRPOTrainer, hybrid={"engine": "vllm", "rollout_options": {"max_staleness": 0}}, **SETTINGS)
+    assert zero.recorder.completions == usual.recorder.completions
+    assert zero.logs == usual.logs
+    assert all(torch.equal(value, usual_weights[name]) for name, value in zero.weights().items())
+
+
+def test_an_evaluation_beside_rows_in_flight_changes_nothing(run, tmp_path, prompts):
+    padded = {"hybrid": IN_FLIGHT | {"scoring": "padded"}}  # others round by the memory that an evaluation leaves
+    usual, batches, _ = in_flight(run, tmp_path, **padded)
+    usual.close()
+    evaluating = {"eval_dataset": prompts.select(range(2)), "eval_strategy": "steps", "eval_steps": 1}
+    evaluated, others, _ = in_flight(run, tmp_path, "evaluated", **padded, **evaluating)
+    assert others == batches
+    assert sum("eval_loss" in entry for entry in evaluated.trainer.state.log_history) == SETTINGS["max_steps"]
+
+
+def test_batches_of_several_steps_count_them(run, tmp_path):
+    """Each batch is trained for two optimizer steps, so a row that waits for one batch is used three steps later."""
+    given = {
+        "num_iterations": 2,
+        "hybrid": {"engine": "vllm", "rollout_options": {"max_staleness": 3, "in_flight": 16}},
+    }
+    _, batches, _ = in_flight(run, tmp_path, **given)
+    ages = {2 * at - min(t.weight_versions) for at, batch in enumerate(batches) for t in batch}
+    assert len(batches) == 3
+    assert ages == {0, 2}
+    with pytest.raises(ConfigError, match=r"max_staleness=2.*used up to 3 steps after it began"):
+        in_flight(
+            run, tmp_path, "few", **given | {"hybrid": {"engine": "vllm", "rollout_options": {"max_staleness": 2}}}
+        )
+
+
+def test_a_checkpoint_of_other_settings_is_refused_and_one_without_in_flight_rows_warns(run, tmp_path, caplog):
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    whole, *_ = in_flight(run, tmp_path, "whole", **saving)
+    whole.close()
+    checkpoint = str(tmp_path / "whole" / "checkpoint-2")
+    other = {"engine": "vllm", "rollout_options": {"max_staleness": 3}}
+    with pytest.raises(ConfigError, match=r"max_staleness=2, and this run has 3\. Resume with the same setting"):
+        in_flight(run, tmp_path, "other", resume=checkpoint, **saving | {"hybrid": other})
+    in_flight(run, tmp_path, "none", resume=checkpoint, **saving | {"hybrid": {"engine": "vllm"}})
+    assert "has rows in flight, and this run keeps none" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"generation_kwargs": {"stop": ["x"]}}, "its sampling has stop"),
+        ({"top_k": 5}, "its sampling has top_k=5"),
+        ({"vllm_importance_sampling_correction": False}, "nothing would correct for weights that have changed"),
+        ({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "num_generations": 3}, None),
+        ({"per_device_train_batch_size": 6, "num_generations": 4, "gradient_accumulation_steps": 2}, None),
+        ({"tools": [len], "hybrid": IN_FLIGHT | {"rollout": "single_turn"}}, "its rows have several turns"),
+    ],
+)
+def test_what_it_cannot_serve_is_refused_before_an_engine_is_built(run, tmp_path, given, reason):
+    if reason is None:
+        in_flight(run, tmp_path, train=False, **given)  # groups are whole on this rank
+        return
+    with pytest.raises(ConfigError, match=reason):
+        in_flight(run, tmp_path, train=False, **given)

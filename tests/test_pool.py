@@ -1,0 +1,101 @@
+"""The pool of rows in flight, on a simulated engine: no group is lost, doubled or late, whatever the lengths."""
+
+import copy
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trlx_hybrid.contract.types import Completion, Request
+from trlx_hybrid.rollout.pool import Pool, PoolRollout
+
+
+class SimulatedStream:
+    """A stream whose rows each have a length of their own: token t of a row is t."""
+
+    shared = False
+
+    def __init__(self, lengths):
+        self._lengths, self._running, self._next = lengths, {}, 0
+
+    def add(self, request):
+        self._running[self._next] = [request, []]
+        self._next += 1
+        return self._next - 1
+
+    def step(self, more):
+        finished = []
+        for key, (request, tokens) in list(self._running.items()):
+            tokens.append(len(request.prompt_ids) - 1 + len(tokens))
+            assert len(tokens) <= request.max_tokens
+            if len(request.prompt_ids) - 1 + len(tokens) == self._lengths[request.row]:
+                finished.append((key, self._completion(tokens, "stop")))
+                del self._running[key]
+        assert len(self._running) + len(finished) <= self.most
+        return finished, more
+
+    def sampled(self, key):
+        return self._completion(self._running[key][1], None)
+
+    @staticmethod
+    def _completion(tokens, reason):
+        return Completion(token_ids=list(tokens), logprobs=[[-1.0]] * len(tokens), finish_reason=reason)
+
+
+LONGEST = 40
+
+
+@st.composite
+def schedules(draw):
+    size, batches, completions = draw(st.integers(1, 4)), draw(st.integers(1, 8)), draw(st.integers(1, 4))
+    lengths = st.one_of(st.integers(1, 3), st.integers(1, LONGEST))
+    return {
+        "size": size,
+        "batches": batches,
+        "completions": completions,
+        "depth": draw(st.integers(0, 4)),
+        "in_flight": draw(st.integers(1, 2 * size * completions)),
+        "lengths": draw(
+            st.lists(lengths, min_size=size * batches * completions, max_size=size * batches * completions)
+        ),
+        "restored": draw(st.integers(0, 8)),
+    }
+
+
+@settings(max_examples=1000, deadline=None)
+@given(schedules())
+def test_no_group_is_lost_doubled_or_late(plan):
+    pool, trained = Pool(plan["size"], plan["depth"]), []
+    for batch in range(plan["batches"]):
+        if batch == plan["restored"]:  # as a checkpoint does
+            saved, pool = copy.deepcopy(pool.state()), Pool(plan["size"], plan["depth"])
+            pool.load_state(saved)
+
+        def begin(pool=pool, batch=batch):
+            left = plan["batches"] - batch
+            return pool.begin(pool.begun, [0], plan["completions"]) if pool.room(left) > 0 else None
+
+        def request(group, place):
+            row = group.rows[place]
+            return Request(
+                prompt_ids=[0, *row.token_ids],
+                seed=0,
+                row=group.number * plan["completions"] + place,
+                max_tokens=LONGEST - len(row.token_ids),
+            )
+
+        stream = SimulatedStream(plan["lengths"])
+        stream.most = plan["in_flight"]
+        rollout = PoolRollout(pool, stream, in_flight=plan["in_flight"], version=batch, begin=begin, request=request)
+        chosen = rollout.run()
+        assert len(chosen) == plan["size"]
+        for group in chosen:
+            assert batch - min(row.versions[0] for row in group.rows) <= plan["depth"]
+            for place, row in enumerate(group.rows):
+                length = plan["lengths"][group.number * plan["completions"] + place]
+                assert (row.token_ids, row.finish_reason) == (list(range(length)), "stop")
+                assert len(row.logprobs) == len(row.versions) == length
+                assert row.versions == sorted(row.versions)
+        trained += [group.index for group in chosen]
+    assert sorted(trained) == list(range(plan["size"] * plan["batches"]))
+    assert not pool.groups
+    if plan["depth"] == 0:
+        assert trained == sorted(trained)

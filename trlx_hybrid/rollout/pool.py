@@ -1,0 +1,207 @@
+"""The pool of rows in flight: groups whose completions are sampled over several optimizer steps, so that no step waits
+for its longest completion.
+
+A batch takes groups that are complete. The rows of the other groups are interrupted, and sampling goes on from their
+tokens in the next rollout, with the weights of then. No row is dropped: a group has a batch at which it is trained at
+the latest, and a rollout that must train it waits for it. So long completions are not selected against.
+
+Partial rollouts are known from Kimi k1.5 (arXiv:2501.12599, section 2.6.2) and AReaL (arXiv:2505.24298).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..contract.types import Completion, Request
+
+if TYPE_CHECKING:
+    from ..contract.protocols import Stream
+
+
+@dataclass(slots=True, eq=False)
+class PooledRow:
+    """One completion, finished or not.
+
+    Attributes:
+        token_ids, logprobs: the sampled tokens, and their log-probs.
+        versions: for each token, the version of the weights that sampled it.
+        rollouts: the number of rollouts in which it was sampled.
+        finish_reason: why it ended ("stop" or "length"); None until then.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    rollouts: int = 0
+    finish_reason: str | None = None
+
+    def extend(self, sampled: Completion, version: int) -> None:
+        """Append the tokens that one rollout has sampled.
+
+        Args:
+            sampled: these tokens with their log-probs; its `finish_reason` is None if the row is interrupted.
+            version: the version of the weights that sampled them.
+        """
+        self.token_ids += sampled.token_ids
+        self.logprobs += [of_token[0] for of_token in sampled.logprobs or [[None]] * len(sampled.token_ids)]
+        self.versions += [version] * len(sampled.token_ids)
+        self.finish_reason = sampled.finish_reason
+        self.rollouts += 1
+
+
+@dataclass(slots=True, eq=False)
+class PooledGroup:
+    """The completions of one prompt, which are trained together.
+
+    Attributes:
+        number: the number of groups of this rank that began before it; their seeds are made from it.
+        index: the number of the prompt's row in the dataset.
+        prompt_ids: token ids of the prompt.
+        due: the number of the batch that trains it at the latest.
+        rows: its completions.
+    """
+
+    number: int
+    index: int
+    prompt_ids: list[int]
+    due: int
+    rows: list[PooledRow]
+
+    @property
+    def complete(self) -> bool:
+        """True where all completions have ended."""
+        return all(row.finish_reason is not None for row in self.rows)
+
+
+class Pool:
+    """The groups of one rank that have begun and are not trained yet, and the choice of those that a batch trains.
+
+    Args:
+        size: the number of groups that a batch takes from this rank.
+        depth: the number of batches for which a group may wait after the one in whose rollout it began.
+
+    Attributes:
+        groups: the groups, in the order in which they began.
+        batch: the number of batches that were taken.
+        begun: the number of groups that have begun.
+    """
+
+    def __init__(self, size: int, depth: int) -> None:
+        self._size, self._depth = size, depth
+        self.groups: list[PooledGroup] = []
+        self.batch = self.begun = 0
+
+    def room(self, batches: int) -> int:
+        """Return how many groups may begin now. More could not all be trained before they are due, or at all.
+
+        Args:
+            batches: the number of batches that the run has left, the current one included.
+        """
+        return min(self._depth + 1, batches) * self._size - len(self.groups)
+
+    def begin(self, index: int, prompt_ids: list[int], completions: int) -> PooledGroup:
+        """Add a group, and return it.
+
+        Args:
+            index: the number of the prompt's row in the dataset.
+            completions: the number of its completions.
+        """
+        rows = [PooledRow() for _ in range(completions)]
+        group = PooledGroup(self.begun, index, prompt_ids, self.batch + self._depth, rows)
+        self.begun += 1
+        self.groups.append(group)
+        return group
+
+    def ready(self) -> list[PooledGroup] | None:
+        """Return the groups of the current batch: the oldest that are complete. None where the rollout has to go on,
+        since there are too few, or since the groups that would be left could not all be trained before they are due."""
+        chosen = [group for group in self.groups if group.complete][: self._size]
+        left = [group for group in self.groups if group not in chosen]
+        in_time = all(group.due > self.batch + place // self._size for place, group in enumerate(left))
+        return chosen if len(chosen) == self._size and in_time else None
+
+    def take(self, chosen: Sequence[PooledGroup]) -> None:
+        """Remove the groups of the current batch; the next batch begins."""
+        numbers = {group.number for group in chosen}
+        self.groups = [group for group in self.groups if group.number not in numbers]
+        self.batch += 1
+
+    def state(self) -> dict[str, Any]:
+        """Return the pool as plain data, for a checkpoint."""
+        return {"batch": self.batch, "begun": self.begun, "groups": [asdict(group) for group in self.groups]}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take what `state` returned."""
+        self.batch, self.begun = state["batch"], state["begun"]
+        self.groups = [
+            PooledGroup(**{**group, "rows": [PooledRow(**row) for row in group["rows"]]}) for group in state["groups"]
+        ]
+
+
+class PoolRollout:
+    """One rollout of a pool: samples until the pool has the groups of a batch, and interrupts the other rows.
+
+    Args:
+        pool: the pool.
+        stream: an open stream of the engine.
+        in_flight: the number of rows that are sampled at a time.
+        version: the version of the weights that sample.
+        begin: begins the next group of the pool, and returns it; None where no further group may begin.
+        request: returns the request for the rest of a row, from its group and its place in it.
+
+    Attributes:
+        steps: the number of steps that the engine has made.
+        sampled: the number of rows that were sampled in these steps, summed over the steps.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        stream: Stream,
+        *,
+        in_flight: int,
+        version: int,
+        begin: Callable[[], PooledGroup | None],
+        request: Callable[[PooledGroup, int], Request],
+    ) -> None:
+        self._pool, self._stream, self._in_flight, self._version = pool, stream, in_flight, version
+        self._begin, self._request = begin, request
+        self._waiting = deque(
+            (group, place) for group in pool.groups for place, row in enumerate(group.rows) if row.finish_reason is None
+        )
+        self._running: dict[int, PooledRow] = {}
+        self.steps = self.sampled = 0
+
+    def run(self) -> list[PooledGroup]:
+        """Sample, and return the groups of the batch. Where several ranks run the engine, all of them must call it
+        together; rows of a rank that has its batch go on until every rank has its own."""
+        more = True
+        while more:
+            self._fill()
+            chosen = self._pool.ready()
+            if chosen is not None and not self._stream.shared:
+                break
+            self.steps, self.sampled = self.steps + 1, self.sampled + len(self._running)
+            finished, more = self._stream.step(chosen is None)
+            for key, completion in finished:
+                self._running.pop(key).extend(completion, self._version)
+        for key, row in self._running.items():
+            row.extend(self._stream.sampled(key), self._version)
+        chosen = self._pool.ready()
+        assert chosen is not None
+        self._pool.take(chosen)
+        return chosen
+
+    def _fill(self) -> None:
+        """Let further rows be sampled, as far as there is room: interrupted ones first, then those of new groups."""
+        while len(self._running) < self._in_flight:
+            if not self._waiting:
+                group = self._begin()
+                if group is None:
+                    return
+                self._waiting += [(group, place) for place in range(len(group.rows))]
+            group, place = self._waiting.popleft()
+            self._running[self._stream.add(self._request(group, place))] = group.rows[place]

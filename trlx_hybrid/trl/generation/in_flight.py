@@ -1,0 +1,331 @@
+"""Rows that stay in flight over several optimizer steps: batches are taken from a pool of groups (rollout/pool.py).
+
+TRL's data loader yields one batch of prompts at a time, and a pool begins groups of later batches. So their prompts are
+read ahead, from a copy of the loader's sampler. The batch that TRL gets then has other rows than its loader yielded,
+as with dynamic sampling; over the run, both have the same rows, in the same order of beginning.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...blame import blaming
+from ...contract.types import Completion, Request
+from ...errors import ConfigError
+from ...interprocess.copies import copied
+from ...plugins.builtin import SingleTurnOptions
+from ...rollout.pool import Pool, PooledGroup, PooledRow, PoolRollout
+from ...rollout.sampler import refuse_empty, refuse_long
+from ...rollout.seeding import preserved_generators
+from ..checkpoint.data_order import nested_samplers, read_file, sampler_generators, write_file
+from ..refusals import IN_FLIGHT, Facts
+
+if TYPE_CHECKING:
+    from ...config import HybridConfig
+    from ...session import Session
+    from ..state import RunState
+    from ..stock import Rows, StockTrainer
+
+logger = logging.getLogger(__name__)
+
+BY_TOKEN_RATIO = "token_truncate"
+"""The mode of TRL's importance-sampling correction in which each token has its own ratio, cut at an upper bound."""
+
+FILE = "trlx_hybrid_in_flight_{rank}.pt"
+"""The file in a checkpoint with one rank's pool."""
+
+
+class PromptOrder:
+    """The numbers of this rank's dataset rows in the order in which TRL's data loader yields them, epoch after epoch.
+    It reads ahead of the loader, and does not change the loader's random generators.
+
+    Args:
+        loader: the training data loader, before the epoch in which the order begins.
+        completions: the number of completions of a group, by which each row is repeated.
+        repeats: how often the loader yields each batch.
+    """
+
+    def __init__(self, loader: Any, completions: int, repeats: int) -> None:
+        shared = {
+            id(part.data_source): part.data_source for part in nested_samplers(loader) if hasattr(part, "data_source")
+        }
+        self._sampler = copy.deepcopy(loader.batch_sampler, shared)
+        self._completions, self._repeats = completions, repeats
+        self._begin_epoch()
+
+    def __next__(self) -> int:
+        """Return the number of the dataset row of the next group."""
+        row = next(self._rows, None)
+        if row is None:
+            self._begin_epoch()
+            row = next(self._rows)
+        self._taken += 1
+        return row
+
+    def _begin_epoch(self) -> None:
+        self._begin = [generator.get_state() for generator in sampler_generators(self._sampler)]
+        self._taken = 0
+        self._rows = self._epoch()
+
+    def _epoch(self) -> Iterator[int]:
+        for batch in itertools.islice(self._sampler, 0, None, self._repeats):
+            yield from batch[:: self._completions]
+
+    def skip(self, groups: int) -> None:
+        """Leave out the next groups, which were trained before."""
+        for _ in range(groups):
+            next(self)
+
+    def state(self) -> dict[str, Any]:
+        """Return the position, for a checkpoint: states before the epoch, and groups taken in it."""
+        return {"begin": self._begin, "taken": self._taken}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go to the position that `state` returned."""
+        for generator, begin in zip(sampler_generators(self._sampler), state["begin"], strict=True):
+            generator.set_state(begin)
+        self._begin_epoch()
+        self.skip(state["taken"])
+
+
+class InFlight:
+    """The rows in flight of one rank, from which a trainer takes its batches.
+
+    Args:
+        session: the live objects of the run.
+        options: `max_staleness`, above 0, and `in_flight`.
+        rows: the number of rows that a batch has on this rank.
+        completions: the number of completions of a group.
+        steps: the number of optimizer steps that are trained on each batch.
+    """
+
+    def __init__(self, session: Session, options: SingleTurnOptions, rows: int, completions: int, steps: int) -> None:
+        self._session, self._completions, self._steps = session, completions, steps
+        self._in_flight = options.rows_at_a_time(rows)
+        self._depth = (options.max_staleness - steps + 1) // steps
+        self._size = rows // completions
+        self._settings = {
+            "max_staleness": options.max_staleness,
+            "rows of a batch on each rank": rows,
+            "num_generations": completions,
+            "ranks": session.ranks.world,
+        }
+        self._checkpoint: Path | None = None
+        self.start(None)
+
+    def start(self, checkpoint: str | None) -> None:
+        """Begin a training run with an empty pool, or with that of a checkpoint."""
+        self._pool = Pool(self._size, self._depth)
+        self._order: PromptOrder | None = None
+        self._checkpoint = None if checkpoint is None else Path(checkpoint)
+
+    def begin_epoch(self, trainer: StockTrainer, loader: Any, trained: int) -> None:
+        """Begin to read ahead, if this is the first epoch of a training run, or go on where the checkpoint was written.
+
+        Args:
+            loader: the training data loader, at the beginning of the epoch.
+            trained: the number of the epoch's micro-batches that are not read again.
+
+        Raises:
+            ConfigError: the checkpoint's pool is that of a run with other settings.
+        """
+        if self._order is not None:
+            return
+        repeats = trainer.args.steps_per_generation * trainer.num_iterations
+        self._order = PromptOrder(loader, self._completions, repeats)
+        state = None if self._checkpoint is None else read_file(self._file(self._checkpoint))
+        if state is None:
+            self._order.skip(trained // repeats * self._size)
+            return
+        differing = [name for name, value in self._settings.items() if state["settings"][name] != value]
+        if differing:
+            name = differing[0]
+            raise ConfigError(
+                f"{self._checkpoint} has rows in flight of a run with {name}={state['settings'][name]}, and this run "
+                f"has {self._settings[name]}. Resume with the same setting."
+            )
+        self._pool.load_state(state["pool"])
+        self._order.load_state(state["order"])
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's pool into a checkpoint's folder."""
+        if self._order is None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {"pool": self._pool.state(), "order": self._order.state(), "settings": self._settings}
+        write_file(state, self._file(folder))
+
+    def _file(self, folder: Path) -> Path:
+        return folder / FILE.format(rank=self._session.ranks.rank)
+
+    # --- a batch ----------------------------------------------------------------------------------------------------
+
+    def batch(self, trainer: StockTrainer, run: RunState, columns: list[str]) -> Rows:
+        """Sample until a batch's groups are complete, and return its dataset rows, one for each completion. The
+        completions are stored in the session, which hands them to TRL when TRL asks for them. Collective.
+
+        Args:
+            columns: columns of the dataset that the rows get.
+        """
+        session = run.session
+        with run.part("rollout"), session.rollout_phase(True):
+            assert session.selection.engine is not None
+            component, version = session.selection.engine.component, session.weight_version
+            source = session.live_engine.stream(session.sampling)
+            with preserved_generators(), blaming(component, "stream"), source as stream:
+                rollout = PoolRollout(
+                    self._pool,
+                    stream,
+                    in_flight=self._in_flight,
+                    version=version,
+                    begin=lambda: self._begin(trainer),
+                    request=self._request,
+                )
+                chosen = rollout.run()
+        rows = [row for group in chosen for row in group.rows]
+        session.sampled = [_completion(row) for row in rows]
+        run.batch.staleness = [[version - of_token for of_token in row.versions] for row in rows]
+        self._log(rollout, run.batch.staleness)
+        return [
+            {name: copied(value) for name, value in trainer.train_dataset[group.index].items() if name in columns}
+            for group in chosen
+            for _ in group.rows
+        ]
+
+    def _begin(self, trainer: StockTrainer) -> PooledGroup | None:
+        """Begin the group of the next prompt; return None where no further group may begin."""
+        left = math.ceil((trainer.state.max_steps - trainer.state.global_step) / self._steps)
+        if self._pool.room(left) <= 0:
+            return None
+        assert self._order is not None
+        index = next(self._order)
+        prompt_ids = trainer._tokenize_prompts([copied(trainer.train_dataset[index]["prompt"])])[0]
+        refuse_empty(prompt_ids)
+        refuse_long(prompt_ids, self._session.live_engine.max_model_len)
+        return self._pool.begin(index, list(prompt_ids[0]), self._completions)
+
+    def _request(self, group: PooledGroup, place: int) -> Request:
+        """Return the request for the rest of one completion of a group."""
+        row, ranks, sampler = group.rows[place], self._session.ranks, self._session.sampler
+        number = group.number * ranks.world + ranks.rank
+        return Request(
+            prompt_ids=[*group.prompt_ids, *row.token_ids],
+            seed=sampler.seed_in_flight(number, place, row.rollouts),
+            row=number * self._completions + place,
+            max_tokens=sampler.sampling.max_tokens - len(row.token_ids),
+        )
+
+    def _log(self, rollout: PoolRollout, staleness: list[list[int]]) -> None:
+        """Add to the rollout's metrics how full the pool was, and how old the batch's tokens are."""
+        unfinished = [row for group in self._pool.groups for row in group.rows if row.finish_reason is None]
+        ages = [age for row in staleness for age in row]
+        self._session.metrics |= {
+            "hybrid/in_flight/rows": float(len(unfinished)),
+            "hybrid/in_flight/tokens": float(sum(len(row.token_ids) for row in unfinished)),
+            "hybrid/in_flight/occupancy": rollout.sampled / max(1, rollout.steps) / self._in_flight,
+            "hybrid/staleness/mean": sum(ages) / max(1, len(ages)),
+            "hybrid/staleness/max": float(max(ages, default=0)),
+        }
+
+
+def in_flight_of(trainer: StockTrainer, session: Session) -> InFlight | None:
+    """Return the rows in flight of a trainer's run; None where each batch is sampled to its end (`max_staleness` of 0).
+
+    Raises:
+        ConfigError: the run cannot have rows in flight.
+    """
+    choice = session.selection.rollout
+    options = None if choice is None else choice.options
+    if not isinstance(options, SingleTurnOptions) or not options.max_staleness:
+        return None
+    reason = IN_FLIGHT.refused(Facts.of(trainer, session.selection))
+    if reason is not None:
+        raise ConfigError(
+            f"HybridConfig.rollout_options max_staleness={options.max_staleness} cannot serve this run: {reason}. "
+            f"{IN_FLIGHT.way_out}"
+        )
+    args = trainer.args
+    steps = args.steps_per_generation // args.gradient_accumulation_steps * trainer.num_iterations
+    if options.max_staleness < 2 * steps - 1:
+        raise ConfigError(
+            f"HybridConfig.rollout_options max_staleness={options.max_staleness}: each batch is trained for {steps} "
+            f"optimizer steps, so a row that stays in flight is used up to {2 * steps - 1} steps after it began. Give "
+            f"max_staleness={2 * steps - 1} or more, or 0."
+        )
+    return InFlight(session, options, rows_of_a_batch(args), trainer.num_generations, steps)
+
+
+def in_flight_at_once(config: HybridConfig, args: Any) -> dict[str, int]:
+    """Return the engine's option for the number of sequences that it decodes at a time, where rows stay in flight; an
+    empty dict where they do not.
+
+    Args:
+        config: the run's settings.
+        args: TRL's config, or None.
+    """
+    given = config.options("rollout")
+    if args is None or not given.get("max_staleness"):
+        return {}
+    options = SingleTurnOptions(max_staleness=given["max_staleness"], in_flight=given.get("in_flight"))
+    return {"max_num_seqs": options.rows_at_a_time(rows_of_a_batch(args)) * args.vllm_tensor_parallel_size}
+
+
+def rows_of_a_batch(args: Any) -> int:
+    """Return the number of rows that a batch has on each rank.
+
+    Args:
+        args: TRL's config.
+    """
+    return int(args.per_device_train_batch_size * args.steps_per_generation)
+
+
+def stale(staleness: list[list[int]], like: Tensor) -> Tensor:
+    """Return, for each token of a batch, how many optimizer steps were done between its sampling and the batch.
+
+    Args:
+        staleness: these numbers for each row's tokens.
+        like: (B, T), a tensor of the batch.
+
+    Returns:
+        (B, T) int64, 0 in the padding.
+    """
+    found = torch.zeros(like.shape, dtype=torch.int64)
+    for row, ages in enumerate(staleness):
+        found[row, : len(ages)] = torch.tensor(ages[: found.shape[1]])
+    return found.to(like.device)
+
+
+def start(in_flight: InFlight | None, checkpoint: str | None) -> None:
+    """Begin a training run with no rows in flight, or with those of a checkpoint. Warn where the checkpoint has some,
+    and the run keeps none.
+
+    Args:
+        in_flight: the rows in flight of the run; None where it keeps none.
+        checkpoint: the folder of the checkpoint that the run resumes from; None for a fresh start.
+    """
+    if in_flight is not None:
+        in_flight.start(checkpoint)
+    elif checkpoint is not None and Path(checkpoint, FILE.format(rank=0)).exists():
+        logger.warning(
+            "%s has rows in flight, and this run keeps none (rollout_options max_staleness), so their prompts are left "
+            "out, and prompts that were trained ahead of them come again.",
+            checkpoint,
+        )
+
+
+def _completion(row: PooledRow) -> Completion:
+    return Completion(
+        token_ids=row.token_ids,
+        logprobs=[[logprob] for logprob in row.logprobs],
+        logprob_token_ids=[[token] for token in row.token_ids],
+        finish_reason=row.finish_reason,
+    )

@@ -129,9 +129,8 @@ def choose(trainer: StockTrainer, chosen: Chosen, given: Mapping[str, Any]) -> d
     tools = given.get("tools") or given.get("environment_factory")
     unscored = SCORING_COMPONENT.refused(Facts(trainer))
     arguments = replace(trainer_arguments(given.get("args"), tools, given.get("rollout_func")), unscored=unscored)
-    arguments = replace(
-        arguments, engine_options=arguments.engine_options | in_flight_at_once(config, given.get("args"))
-    )
+    sequences = in_flight_at_once(config, given.get("args"))
+    arguments = replace(arguments, engine_options={**arguments.engine_options, **sequences})
     algorithms = choose_algorithms(config, registry)
     if algorithms and trainer._base_name != "GRPO":
         raise ConfigError(

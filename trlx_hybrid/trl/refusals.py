@@ -398,11 +398,13 @@ IN_FLIGHT = Option(
             ),
         ),
         Refusal(
-            "tools, environments or a `rollout_func`",
+            "a `rollout_func`",
+            lambda f: _where(getattr(f.trainer, "rollout_func", None), "a rollout_func samples its rows"),
+        ),
+        Refusal(
+            "tools or environments",
             lambda f: _where(
-                getattr(f.trainer, "tools", None)
-                or getattr(f.trainer, "environment_factories", None)
-                or getattr(f.trainer, "rollout_func", None),
+                getattr(f.trainer, "tools", None) or getattr(f.trainer, "environment_factories", None),
                 "its rows have several turns",
             ),
         ),

@@ -85,6 +85,7 @@ class StockTrainer:
     chat_template_kwargs: dict[str, Any]
     _tokenizer: Any
     _is_vlm: bool
+    _tokenize_prompts: Callable[[list[Any]], tuple[Any, ...]]
 
     # --- trl: tools and environments
     tools: list[Any] | None

@@ -354,7 +354,8 @@ class HybridTrainer(Base):
             training: False for an evaluation, in which the data loader's rows are returned.
         """
         if training and run.in_flight is not None:
-            return run.in_flight.batch(self, run, list(rows[0]))
+            with run.part("rollout"):
+                rows, run.batch.staleness = run.in_flight.batch(self, list(rows[0]))
         if training and run.session.algorithms.draws:
             rows = resampling.drawn(self, run, rows)
         if training and run.session.algorithms.filters:

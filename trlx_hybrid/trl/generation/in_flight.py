@@ -32,7 +32,6 @@ from ..refusals import IN_FLIGHT, Facts
 if TYPE_CHECKING:
     from ...config import HybridConfig
     from ...session import Session
-    from ..state import RunState
     from ..stock import Rows, StockTrainer
 
 logger = logging.getLogger(__name__)
@@ -169,15 +168,19 @@ class InFlight:
 
     # --- a batch ----------------------------------------------------------------------------------------------------
 
-    def batch(self, trainer: StockTrainer, run: RunState, columns: list[str]) -> Rows:
-        """Sample until a batch's groups are complete, and return its dataset rows, one for each completion. The
-        completions are stored in the session, which hands them to TRL when TRL asks for them. Collective.
+    def batch(self, trainer: StockTrainer, columns: list[str]) -> tuple[Rows, list[list[int]]]:
+        """Sample until a batch's groups are complete. The completions are stored in the session, which hands them to
+        TRL when TRL asks for them. Collective.
 
         Args:
             columns: columns of the dataset that the rows get.
+
+        Returns:
+            The batch's dataset rows, one for each completion; and for each of its tokens, the number of optimizer steps
+            between its sampling and the batch.
         """
-        session = run.session
-        with run.part("rollout"), session.rollout_phase(True):
+        session = self._session
+        with session.rollout_phase(True):
             assert session.selection.engine is not None
             component, version = session.selection.engine.component, session.weight_version
             source = session.live_engine.stream(session.sampling)
@@ -193,13 +196,14 @@ class InFlight:
                 chosen = rollout.run()
         rows = [row for group in chosen for row in group.rows]
         session.sampled = [_completion(row) for row in rows]
-        run.batch.staleness = [[version - of_token for of_token in row.versions] for row in rows]
-        self._log(rollout, run.batch.staleness)
-        return [
+        staleness = [[version - of_token for of_token in row.versions] for row in rows]
+        self._log(rollout, staleness)
+        of_dataset = [
             {name: copied(value) for name, value in trainer.train_dataset[group.index].items() if name in columns}
             for group in chosen
             for _ in group.rows
         ]
+        return of_dataset, staleness
 
     def _begin(self, trainer: StockTrainer) -> PooledGroup | None:
         """Begin the group of the next prompt; return None where no further group may begin."""

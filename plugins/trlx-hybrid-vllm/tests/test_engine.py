@@ -3,11 +3,13 @@
 import copy
 import dataclasses
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 import trl
 import trlx_hybrid
 import vllm
@@ -284,6 +286,22 @@ def test_a_float32_engine_does_not_compute_in_tf32(monkeypatch):
     assert knobs.language.fp32_default is None
     monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32x3")
     assert precision(torch.float32) == "tf32x3"
+
+
+def test_kernels_are_kept_for_engines_of_all_configurations(monkeypatch):
+    """Inductor would set the variable, while the engine starts, to a folder of this configuration."""
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.delenv("TRITON_HOME", raising=False)
+    for home in (None, "/elsewhere"):
+        if home is not None:
+            monkeypatch.setenv("TRITON_HOME", home)
+        own = triton.knobs.cache_knobs().dir
+        with running(torch.bfloat16):
+            assert os.environ["TRITON_CACHE_DIR"] == triton.knobs.cache_knobs().dir == own
+        assert "TRITON_CACHE_DIR" not in os.environ
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/mine")
+    with running(torch.bfloat16):
+        assert os.environ["TRITON_CACHE_DIR"] == "/mine"
 
 
 def test_weights_do_not_change_under_requests_that_a_custom_rollout_left_unfinished(run):

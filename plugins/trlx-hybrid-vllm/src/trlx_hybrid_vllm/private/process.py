@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -156,6 +157,21 @@ are exact by default.
 
 EXACT = "ieee"
 
+KERNELS = "TRITON_CACHE_DIR"
+"""The environment variable for the folder in which Triton keeps compiled kernels. Triton reads it for each kernel."""
+
+
+def folder_of_kernels() -> str:
+    """Return the folder in which Triton keeps compiled kernels: the one that the user has set, or Triton's default.
+
+    An engine must start with the variable `KERNELS` set to it. While vLLM compiles or loads a model, torch's inductor
+    sets the variable if it is not set, to a folder that belongs to this one configuration of the engine
+    (`torch/_inductor/runtime/triton_heuristics.py`). The kernels that are launched later, such as those of vLLM's
+    sampler, are the same for each configuration, and would be compiled again for each: for 25 s on an H200.
+    """
+    home = Path(os.environ.get("TRITON_HOME", "~/")).expanduser()
+    return os.environ.get(KERNELS) or str(home / ".triton" / "cache")
+
 
 @contextmanager
 def stdout_with_descriptor() -> Iterator[None]:
@@ -173,8 +189,9 @@ def stdout_with_descriptor() -> Iterator[None]:
 def running(dtype: torch.dtype, collecting: bool = False) -> Iterator[None]:
     """Prepare the process for calls of an engine; all of an engine's calls are made inside this context.
 
-    For float32 engines, Triton's products are made exact. The garbage collector pauses, because a rollout allocates a
-    few objects per token. On a CPU, torch.compile is switched off: it costs 14 s at the first call.
+    For float32 engines, Triton's products are made exact. Compiled Triton kernels are kept for engines of all
+    configurations (`folder_of_kernels`). The garbage collector pauses, because a rollout allocates a few objects per
+    token. On a CPU, torch.compile is switched off: it costs 14 s at the first call.
 
     Args:
         dtype: the dtype that the engine computes in.
@@ -185,7 +202,8 @@ def running(dtype: torch.dtype, collecting: bool = False) -> Iterator[None]:
 
     stance: Any = torch.compiler.set_stance("force_eager") if current_platform.is_cpu() else nullcontext()
     paused = gc.isenabled() and not collecting
-    with stance, restored(FLOAT32_PRODUCTS):
+    with stance, restored(FLOAT32_PRODUCTS, KERNELS):
+        os.environ[KERNELS] = folder_of_kernels()
         if dtype == torch.float32:
             os.environ.setdefault(FLOAT32_PRODUCTS, EXACT)
         if paused:

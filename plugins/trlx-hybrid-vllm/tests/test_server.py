@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from trlx_hybrid.contract.serving import ServerDiedError
 from trlx_hybrid.errors import ConfigError, EngineError, SyncError
 from trlx_hybrid.plugins.selection import Choice, Selection
-from trlx_hybrid.testing.models import tiny_model
+from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid_vllm.generate.support import ReturnedIds
 from trlx_hybrid_vllm.options import TransferOptions
 from trlx_hybrid_vllm.private.distributed import nccl_missing
 from trlx_hybrid_vllm.remote.gloo import in_threads, messages, packed, unpacked
 from trlx_hybrid_vllm.remote.sender import GroupClient, backend_of, init_info
-from trlx_hybrid_vllm.remote.server import VLLMServer
+from trlx_hybrid_vllm.remote.server import VLLMServer, model_folder
 from trlx_hybrid_vllm.remote.worker import Routes, differing, digest
-from vllm import SamplingParams
+from vllm import EngineArgs, SamplingParams, envs
 from vllm.distributed.weight_transfer import ParamMeta
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -243,6 +243,25 @@ def test_a_source_reads_what_is_left_of_a_pass():
     source.begin()
     assert [name for name, _ in source] == names
     assert source.bytes == sum(p.numel() * 4 for p in model.parameters()) - 2 * tensor.numel()
+
+
+def test_a_second_start_of_a_server_finds_what_the_first_compiled(tmp_path, monkeypatch):
+    """vLLM keeps it under a hash of its config, which has the path of the model's folder in it."""
+    monkeypatch.setitem(vars(envs), "VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    hashes, folders = [], []
+    for hidden, kept in ((64, True), (64, True), (96, True), (64, False)):
+        source = tmp_path / str(hidden)
+        tiny_model(hidden_size=hidden).config.save_pretrained(source)
+        character_tokenizer().save_pretrained(source)
+        files = {file.name: file.read_bytes() for file in source.iterdir()}
+        with model_folder(files, kept) as folder:
+            assert {file.name: file.read_bytes() for file in folder.iterdir()} == files
+            config = EngineArgs(str(folder), load_format="dummy", dtype="float32", max_model_len=64)
+            hashes.append(config.create_engine_config().compute_hash())
+        folders.append(folder)
+    assert hashes[0] == hashes[1] != hashes[2]
+    assert folders[0] == folders[1] != folders[2]
+    assert [folder.exists() for folder in folders] == [True, True, True, False]
 
 
 def test_an_engine_core_that_died_is_told_from_one_that_fails():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import os
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +30,7 @@ from ..arguments import (
     write_without_weights,
 )
 from ..private.engine import keep_expanded_prompts
-from ..private.process import EXACT, FLOAT32_PRODUCTS
+from ..private.process import EXACT, FLOAT32_PRODUCTS, KERNELS, folder_of_kernels
 
 if TYPE_CHECKING:
     from trlx_hybrid.session import Session
@@ -122,6 +124,36 @@ def _folder(session: Session) -> dict[str, bytes]:
         return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
 
 
+@contextmanager
+def model_folder(files: Mapping[str, bytes], kept: bool) -> Iterator[Path]:
+    """Write the files of a model's folder to disk, for an engine that is built inside the context.
+
+    vLLM keeps compiled models under a hash of its config, which includes the path of the model's folder. Where the
+    engine compiles, the folder therefore lies in vLLM's cache, under a hash of its contents, and stays there: another
+    start of the same model finds what this one compiled. `compiled_once` does the same for an engine in the trainer's
+    process; it cannot here, where the hash is computed in a child of vLLM's.
+
+    Args:
+        files: contents by relative path.
+        kept: whether to keep the folder; otherwise it is temporary, and has a random name.
+    """
+    from vllm import envs
+
+    with tempfile.TemporaryDirectory(prefix="trlx-hybrid-") as temporary:
+        folder = Path(temporary)
+        if kept:
+            digest = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:16]
+            folder = Path(envs.VLLM_CACHE_ROOT, "trlx-hybrid", digest)
+        for name, body in files.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Moved into place: another server may be reading the same file.
+            written = Path(tempfile.mkstemp(dir=path.parent)[1])
+            written.write_bytes(body)
+            written.replace(path)
+        yield folder
+
+
 def _environment(cpu: bool, ranks: int, dtype: torch.dtype) -> dict[str, str]:
     found = {name: value for name, value in os.environ.items() if name.startswith(FOLLOWING) and name not in STAYING}
     if dtype == torch.float32:
@@ -169,6 +201,7 @@ class VLLMServer:
             EngineError: vLLM could not build the engine, or cannot use NCCL, by which the engine is to get its weights.
         """
         os.environ.update(self._plan.environment)
+        os.environ[KERNELS] = folder_of_kernels()
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -177,13 +210,9 @@ class VLLMServer:
 
         if self._plan.backend == "nccl" and (why := nccl_missing()):
             raise EngineError(f"The engine could not get its weights by `nccl`: where it runs, {why} {REMEDY}.")
-        with tempfile.TemporaryDirectory(prefix="trlx-hybrid-") as folder:
-            for name, body in self._plan.files.items():
-                path = Path(folder, name)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(body)
+        with model_folder(self._plan.files, kept=not self._plan.arguments.get("enforce_eager")) as folder:
             try:
-                arguments = AsyncEngineArgs(model=folder, **self._plan.arguments)
+                arguments = AsyncEngineArgs(model=str(folder), **self._plan.arguments)
                 self._llm = AsyncLLM.from_engine_args(arguments)
                 keep_expanded_prompts(self._llm)
                 self._ids = self._kept_ids()

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,9 +23,10 @@ from trlx_hybrid_vllm import versions
 from trlx_hybrid_vllm.arguments import serves_scheduler, shared_arguments
 from trlx_hybrid_vllm.options import VLLMOptions
 from trlx_hybrid_vllm.private.engine import prefixes
-from trlx_hybrid_vllm.private.models import unimportable
+from trlx_hybrid_vllm.private.models import only_attends, unimportable
 from trlx_hybrid_vllm.private.process import running
 from trlx_hybrid_vllm.sampling import sampling_params
+from vllm.model_executor.models import registry
 
 from tests.support.agreement import gap
 
@@ -286,6 +288,23 @@ def test_a_float32_engine_does_not_compute_in_tf32(monkeypatch):
     assert knobs.language.fp32_default is None
     monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32x3")
     assert precision(torch.float32) == "tf32x3"
+
+
+def test_a_class_that_is_new_on_a_machine_is_inspected_without_another_process(tmp_path, monkeypatch):
+    """The other process would import torch and vLLM anew."""
+
+    def refuse(look):
+        raise AssertionError("another process")
+
+    monkeypatch.setattr(registry, "_run_in_subprocess", refuse)
+    monkeypatch.setitem(vars(vllm.envs), "VLLM_CACHE_ROOT", str(tmp_path))
+    assert unimportable("Qwen3ForCausalLM") is None
+    assert [file.stem for file in (tmp_path / "modelinfos").iterdir()] == [
+        "vllm-model_executor-models-qwen3-Qwen3ForCausalLM"
+    ]
+    shutil.rmtree(tmp_path / "modelinfos")
+    assert only_attends("Qwen3ForCausalLM")
+    assert registry._run_in_subprocess is refuse
 
 
 def test_kernels_are_kept_for_engines_of_all_configurations(monkeypatch):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, get_args
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
-from . import Patch
+from . import Patch, replaced
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
     from vllm.v1.attention.backend import AttentionImpl
 
+T = TypeVar("T")
+
 PATCHES = (
     Patch(
         of=("vllm.model_executor.model_loader.dummy_loader.DummyModelLoader",),
@@ -26,7 +29,29 @@ PATCHES = (
         why="It fills buffers with random numbers, too: those that vLLM computes are in no checkpoint, and stay so.",
         until="it leaves buffers alone",
     ),
+    Patch(
+        of=("vllm.model_executor.models.registry._run_in_subprocess",),
+        when="while a model's class is looked at, and while an engine starts",
+        why="A class that is new on a machine is inspected in a process that imports torch and vLLM: ten seconds.",
+        until="vLLM inspects a class in the process that has imported it",
+    ),
 )
+
+
+@contextmanager
+def inspected_here() -> Iterator[None]:
+    """A context in which vLLM inspects model classes in this process, rather than in another one.
+
+    vLLM starts the other process so that the inspection, which imports the class, cannot initialise CUDA where vLLM
+    forks its workers later. Here nothing is forked: the engine lives in this process, and imports the class as well.
+    """
+    from vllm.model_executor.models import registry
+
+    def here(look: Callable[[], T]) -> T:
+        return look()
+
+    with replaced(registry, "_run_in_subprocess", here):
+        yield
 
 
 def attention_of(config: PretrainedConfig) -> list[tuple[int, int]]:
@@ -75,9 +100,10 @@ def unimportable(architecture: str) -> str | None:
     from vllm import ModelRegistry
 
     try:
-        ModelRegistry.models[architecture].inspect_model_cls()
+        with inspected_here():
+            ModelRegistry.models[architecture].inspect_model_cls()
         ModelRegistry.models[architecture].load_model_cls()  # vLLM may have kept on disk what it inspected long ago
-    except Exception as error:  # whatever an import raises, there or in the process that vLLM starts for it
+    except Exception as error:  # whatever an import raises
         return f"vLLM's {architecture} cannot be imported here: {(str(error).strip() or repr(error)).splitlines()[-1]}"
     return None
 
@@ -92,7 +118,8 @@ def only_attends(architecture: str) -> bool:
     known = ModelRegistry.models.get(architecture)
     if known is None:
         return False
-    model = known.inspect_model_cls()
+    with inspected_here():
+        model = known.inspect_model_cls()
     return not (model.has_inner_state or model.is_attention_free or model.supports_multimodal)
 
 

@@ -21,6 +21,7 @@ from torch import nn
 from trlx_hybrid.interprocess.environment_variables import restored
 
 from . import Patch, replaced
+from .models import inspected_here
 
 PATCHES = (
     Patch(
@@ -238,6 +239,7 @@ def starting(
     with (
         running(dtype),
         stdout_with_descriptor(),
+        inspected_here(),
         frozen_heap(heap_kept),
         adapters_under_weights(rank) as joined,
         compiled_once(folder, joined),

@@ -148,9 +148,9 @@ def model_folder(files: Mapping[str, bytes], kept: bool) -> Iterator[Path]:
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             # Moved into place: another server may be reading the same file.
-            written = Path(tempfile.mkstemp(dir=path.parent)[1])
-            written.write_bytes(body)
-            written.replace(path)
+            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as written:
+                written.write(body)
+            Path(written.name).replace(path)
         yield folder
 
 

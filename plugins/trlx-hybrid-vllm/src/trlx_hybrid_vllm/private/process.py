@@ -148,6 +148,13 @@ def compiled_once(folder: str, joined: bool) -> Iterator[None]:
         yield
 
 
+def folder_of_compiled() -> Path:
+    """Return the folder in which vLLM keeps compiled models, and all else that a later start finds."""
+    from vllm import envs
+
+    return Path(envs.VLLM_CACHE_ROOT)
+
+
 FLOAT32_PRODUCTS = "TRITON_F32_DEFAULT"
 """The environment variable for the precision of Triton's float32 products, read when a kernel is compiled.
 

@@ -30,7 +30,7 @@ from ..arguments import (
     write_without_weights,
 )
 from ..private.engine import keep_expanded_prompts
-from ..private.process import EXACT, FLOAT32_PRODUCTS, KERNELS, folder_of_kernels
+from ..private.process import EXACT, FLOAT32_PRODUCTS, KERNELS, folder_of_compiled, folder_of_kernels
 
 if TYPE_CHECKING:
     from trlx_hybrid.session import Session
@@ -137,13 +137,11 @@ def model_folder(files: Mapping[str, bytes], kept: bool) -> Iterator[Path]:
         files: contents by relative path.
         kept: whether to keep the folder; otherwise it is temporary, and has a random name.
     """
-    from vllm import envs
-
     with tempfile.TemporaryDirectory(prefix="trlx-hybrid-") as temporary:
         folder = Path(temporary)
         if kept:
             digest = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:16]
-            folder = Path(envs.VLLM_CACHE_ROOT, "trlx-hybrid", digest)
+            folder = folder_of_compiled() / "trlx-hybrid" / digest
         for name, body in files.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,10 @@
-"""Copies of tokenizers whose truncation and padding no other code can change, not even a tool in another thread."""
+"""Copies of tokenizers whose truncation and padding no other code can change, not even a tool in another thread; and a
+comparison of what a tokenizer returns for two conversations."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -41,3 +43,13 @@ def own_tokenizer(shared: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     processor = copy.copy(shared)
     processor.tokenizer = tokenizer
     return processor
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the number of tokens with which two sequences begin alike.
+
+    A chat template turns all messages into one sequence. The token at which a message begins is found by comparing the
+    sequences of two conversations that differ only from this message on.
+    """
+    differ = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differ, min(len(one), len(other)))

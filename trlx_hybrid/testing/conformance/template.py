@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
-from ...episodes.tokens import common_prefix
+from ...episodes.tokenizer import common_prefix
 from .findings import ConformanceError, require
 
 if TYPE_CHECKING:

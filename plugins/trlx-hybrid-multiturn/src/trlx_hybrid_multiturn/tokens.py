@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from trlx_hybrid.contract.conversation import Message, images_of
-from trlx_hybrid.episodes.tokens import common_prefix
+from trlx_hybrid.episodes.tokenizer import common_prefix
 from trlx_hybrid.errors import ConfigError
 
 BEFORE: tuple[Message, ...] = ({"role": "user", "content": "dummy"}, {"role": "assistant", "content": "dummy"})

@@ -55,7 +55,7 @@ NAMES = {
     "weights.first_step": "policy.first_step",
     "weights.frozen": "policy.fingerprint",
     "weights.gather": "plugins.builtin",
-    "weights.merging": "policy.merging",
+    "weights.merging": "policy.adapters",
     "weights.policy": "policy.policy",
     "weights.positions": "policy.positions",
     "weights.quantised": "policy.quantised",

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from ..blame import called_back
 from . import quantised
-from .adapters import adapter_layers
+from .adapters import AdaptedModule, adapted, adapter_layers, untied_head
 from .fingerprint import BITS, fingerprint, sample
-from .merging import AdaptedModule, adapted, untied_head
 from .sharded import full, is_sharded
 
 if TYPE_CHECKING:

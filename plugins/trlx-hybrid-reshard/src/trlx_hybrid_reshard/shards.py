@@ -16,14 +16,14 @@ from operator import is_
 from typing import TYPE_CHECKING, Any
 
 from trlx_hybrid.errors import SyncError, listed
+from trlx_hybrid.policy.adapters import adapted_modules, beyond_lora
 from trlx_hybrid.policy.fingerprint import Frozen
-from trlx_hybrid.policy.merging import adapted_modules, beyond_lora
 
 from .layouts import LiveSharding, Parameter, read_trainer
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from trlx_hybrid.policy.merging import AdaptedModule
+    from trlx_hybrid.policy.adapters import AdaptedModule
     from trlx_hybrid.policy.policy import Policy
 
 

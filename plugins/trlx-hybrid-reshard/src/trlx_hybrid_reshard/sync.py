@@ -22,7 +22,7 @@ from trlx_hybrid.contract.protocols import Regions, WeightSync
 from trlx_hybrid.contract.types import LoadReport
 from trlx_hybrid.errors import ConfigError, EngineError, PeerLostError, SyncError
 from trlx_hybrid.interprocess.ranks import abort
-from trlx_hybrid.policy.merging import beyond_lora
+from trlx_hybrid.policy.adapters import beyond_lora
 
 from .agreement import Agreement, model_difference, plan_difference
 from .buckets import Buckets, bucketed

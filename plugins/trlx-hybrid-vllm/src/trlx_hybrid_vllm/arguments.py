@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from trlx_hybrid.errors import did_you_mean
-from trlx_hybrid.policy.merging import untied_head
+from trlx_hybrid.policy.adapters import untied_head
 from trlx_hybrid.policy.policy import Policy, layer_kinds
 
 from .options import VLLMOptions

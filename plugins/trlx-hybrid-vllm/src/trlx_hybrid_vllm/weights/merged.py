@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 from trlx_hybrid.errors import SyncError
-from trlx_hybrid.policy.merging import AdaptedModule, adapted_modules, beyond_lora
+from trlx_hybrid.policy.adapters import AdaptedModule, adapted_modules, beyond_lora
 from trlx_hybrid.rollout.seeding import request_seed
 from trlx_hybrid.weights.verify import sampled_names
 

@@ -52,7 +52,7 @@ In short, between two optimizer steps of a run with an engine:
 10. For each micro-batch (`trl/scoring/loss.py`): `Scoring.score` in TRL's `_compute_loss`, after it the terms of
     algorithms (`Algorithm.loss`), and the backward pass. Where the old log-probs come from the first loss, engine and
     trainer are compared here. Micro-batches that were scored in one forward pass share a backward pass after the last
-    of them (`trl/scoring/joined.py`).
+    of them (`trl/scoring/micro_batches.py`).
 11. Gradients are clipped, and the optimizer steps. `on_optimizer_step` (`trl/attach.py`): the weight version grows.
     Where TRL logs, hook `trlx_log`.
 

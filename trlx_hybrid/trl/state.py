@@ -20,7 +20,7 @@ from .metrics.session_metrics import SessionMetrics
 from .metrics.step_metrics import StepMetrics
 from .replay.replay import Recorder, Replay
 from .scoring.deferred import DeferredLogProbs
-from .scoring.joined import JoinedPass
+from .scoring.micro_batches import JoinedPass
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -29,8 +29,8 @@ from ..refusals import LOSS, overriding
 from ..stock import mode_of
 from . import agreement, component, kept_ids, micro_batches
 from .deferred import NUMBER
-from .joined import WIDE, JoinedPass, joinable, tokens_of
 from .kept_log_probs import scoring_over
+from .micro_batches import WIDE, JoinedPass, joinable, tokens_of
 from .reference import activate_copies
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ BOUND_TOGETHER = {
 @pytest.fixture
 def regroupings(monkeypatch):
     """What was put where."""
-    from trlx_hybrid.trl.scoring import component
+    from trlx_hybrid.trl.scoring import scoring_call
 
     seen = []
 
@@ -49,7 +49,7 @@ def regroupings(monkeypatch):
         seen.append([sum(tokens[row] for row in group) for group in groups])
         return regrouped(micro_batches, groups, by)
 
-    monkeypatch.setattr(component, "regrouped", watching)
+    monkeypatch.setattr(scoring_call, "regrouped", watching)
     return seen
 
 

@@ -14,7 +14,8 @@ from ...errors import ComponentError
 from ..metrics.step_metrics import in_step_time
 from ..refusals import LOSS, REGROUPED, SCORER, Facts, overriding
 from ..state import MicroBatch
-from . import agreement, component, micro_batches
+from . import agreement, micro_batches
+from .scoring_call import component_groups
 
 if TYPE_CHECKING:
     from ..state import RunState
@@ -43,7 +44,7 @@ def regrouped(trainer: StockTrainer, run: RunState, drawn: Rows) -> Rows:
     micro_batches.number(drawn)
     tokens = torch.cat([(micro["prompt_mask"].sum(1) + micro["completion_mask"].sum(1)) for micro in drawn])
     prompts = torch.cat([micro["prompt_ids"].masked_fill(micro["prompt_mask"] == 0, -1) for micro in drawn])
-    return component.grouped(run.session, drawn, prompts, tokens.tolist())
+    return component_groups(run.session, drawn, prompts, tokens.tolist())
 
 
 def with_terms(trainer: StockTrainer, run: RunState, loss: Any, micro_batch: MicroBatch) -> Any:

@@ -3,23 +3,29 @@
 A call takes these steps: find the experts and the kept ids (left by top-k and the like) with which TRL's rows were
 sampled; let the component score the rows, alone or together with the micro-batches that follow; store what the run
 needs of the scores; and return them.
+
+What a component returns is checked, and errors name the component. TRL's own scoring is called directly: its errors
+come from the model and from TRL, and already name their source.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ...blame import called_back
+from ...blame import asked, called_back, fault
 from ...contract.protocols import Rows, Scores
 from ...contract.support import BOUNDS, WORDS, KeptTokens, tensors_of
 from ...errors import ComponentError
+from ...plugins.registry import BUILTIN
 from ...policy.policy import evaluating, transformers_model
 from ...rollout.seeding import preserved_generators
 from ...routing import DIFFERENCE, EXPERTS, aligned, experts_of
@@ -27,15 +33,17 @@ from ...weights.verify import beyond_rounding
 from ..generation.truncation import attended
 from ..refusals import LOSS, overriding
 from ..stock import mode_of
-from . import agreement, component, kept_ids, micro_batches
+from . import agreement, kept_ids, micro_batches
 from .deferred import NUMBER
 from .kept_log_probs import scoring_over
-from .micro_batches import WIDE, JoinedPass, joinable, tokens_of
+from .micro_batches import WIDE, JoinedPass, joinable, regrouped, tokens_of
 from .reference import activate_copies
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ...plugins.registry import Component
+    from ...session import Session
     from ..state import Batch, RunState
     from ..stock import StockTrainer
 
@@ -118,7 +126,7 @@ class ScoringCall:
         activate_copies(run.session.policy.module)
         self.experts, self.kept = self._experts(of_old), self._kept()
         rows = self._rows()
-        scores = self._scored_together(rows) or component.scored(run.session, rows, self.entropies)
+        scores = self._scored_together(rows) or component_scores(run.session, rows, self.entropies)
         self._keep(scores)
         return scores
 
@@ -257,7 +265,7 @@ class ScoringCall:
         micro_batch = run.micro_batch.inputs
         if window.joined is None:
             ahead = joinable(self.trainer, micro_batch, window.done)
-            count = component.joined(session, tokens_of(ahead))
+            count = component_joins(session, tokens_of(ahead))
             if count == 1:
                 return None
             every = self._together(rows, ahead[:count])
@@ -265,7 +273,7 @@ class ScoringCall:
                 run.joins = count if self._alike(rows, every, ahead[count - 1]) else 0
             if run.joins == 0:
                 return None
-            window.joined = JoinedPass(component.scored(session, every, self.entropies), ahead[:count])
+            window.joined = JoinedPass(component_scores(session, every, self.entropies), ahead[:count])
         return window.joined.take(micro_batch)
 
     @torch.no_grad()
@@ -282,7 +290,7 @@ class ScoringCall:
         session = self.run.session
         with evaluating(self.model), preserved_generators():
             alone = self._together(rows, [last])
-            apart, joined = (component.scored(session, some, False).log_probs for some in (alone, every))
+            apart, joined = (component_scores(session, some, False).log_probs for some in (alone, every))
         session.policy.reshard()  # without a backward pass the parameters would stay gathered
         self.masses.clear()  # nothing is logged of these passes
         if session.router_replay is not None:
@@ -373,3 +381,74 @@ def completions_of(attention_mask: Tensor, completion_length: int) -> Tensor:
     scored = torch.zeros_like(attention_mask, dtype=torch.bool)
     scored[:, -completion_length - 1 : -1] = attention_mask[:, -completion_length:] != 0
     return scored
+
+
+def component_scores(session: Session, rows: Rows, entropies: bool) -> Scores:
+    """Compute the log-probs and entropies of rows with the run's scoring component. Collective.
+
+    Args:
+        rows: the rows, with the model and the functions that score them.
+        entropies: whether entropies are needed.
+
+    Raises:
+        ComponentError: a plugin's scoring failed, or returned something else than scores of these rows.
+    """
+    component = _of_a_plugin(session)
+    scores: Scores = asked(component, session.scoring, "score", rows)
+    if component is None:
+        return scores
+    if not isinstance(scores, Scores):
+        raise fault(component, "score", f"a {type(scores).__name__}", "a trlx_hybrid.contract.protocols.Scores")
+    shape = (len(rows.input_ids), rows.completion_length)
+    for name, needed in (("log_probs", True), ("entropies", entropies)):
+        found = getattr(scores, name)
+        if needed and (not isinstance(found, Tensor) or found.shape != shape):
+            told = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"type {type(found).__name__}"
+            raise fault(component, "score", f"{name} of {told}", f"a tensor of shape {shape}")
+    if rows.router_loss and not isinstance(scores.router_loss, Tensor):
+        raise fault(component, "score", f"a router_loss of type {type(scores.router_loss).__name__}", "a tensor")
+    return scores
+
+
+def component_groups(
+    session: Session, micro_batches: Sequence[dict[str, Any]], prompts: Tensor, tokens: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Return the rows of a rollout's micro-batches, regrouped into other micro-batches as the scoring component
+    chooses.
+
+    Args:
+        micro_batches: the micro-batches that TRL drew.
+        prompts: (rows, P) ids of all rows' prompts, -1 where padded.
+        tokens: number of tokens of each row.
+
+    Raises:
+        ComponentError: a plugin's scoring failed, or did not put each row into exactly one of the equally large groups.
+    """
+    component = session.selection.scoring.component
+    groups = asked(component, session.scoring, "micro_batches", prompts, tokens, len(micro_batches))
+    if not isinstance(groups, Sequence) or not all(
+        isinstance(group, Sequence) and all(isinstance(row, Integral) for row in group) for group in groups
+    ):
+        raise fault(component, "micro_batches", f"{groups!r:.80}", f"{len(micro_batches)} lists of row numbers")
+    return regrouped(micro_batches, groups, str(component))
+
+
+def component_joins(session: Session, tokens: Sequence[int]) -> int:
+    """Return how many of the next micro-batches are scored in one forward pass, as the scoring component chooses.
+
+    Args:
+        tokens: number of tokens of each of the next micro-batches.
+
+    Raises:
+        ComponentError: a plugin's scoring failed, or returned something else than an integer of at least 1.
+    """
+    component = session.selection.scoring.component
+    count = asked(component, session.scoring, "joined", tokens)
+    if not isinstance(count, int) or count < 1:
+        raise fault(component, "joined", f"{count!r:.80}", "a number of micro-batches, 1 or more,")
+    return count
+
+
+def _of_a_plugin(session: Session) -> Component | None:
+    component = session.selection.scoring.component
+    return None if component.plugin == BUILTIN else component

@@ -1,5 +1,5 @@
-"""Micro-batches of an optimizer step that are scored otherwise than TRL drew them: with their rows regrouped, or several
-in one forward and one backward pass. TRL's metrics are those of the micro-batches as they were drawn.
+"""Micro-batches of an optimizer step that are scored otherwise than TRL drew them: with their rows regrouped, or
+several in one forward and one backward pass. TRL's metrics are those of the micro-batches as they were drawn.
 
 TRL computes some numbers for single micro-batches (minima, maxima, and means over tokens), and logs their mean over an
 optimizer step. In this mean, all micro-batches have equal weight, whatever the number of their tokens. With other rows

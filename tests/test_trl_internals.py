@@ -12,7 +12,7 @@ import trlx_hybrid
 from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
 from trlx_hybrid.trl.borrowed import GENERATING, OWN_ENGINE
-from trlx_hybrid.trl.checkpoint import file_formats
+from trlx_hybrid.trl.checkpoint import manifest
 from trlx_hybrid.trl.generation.vllm_generation import Generation
 from trlx_hybrid.trl.scoring.kept_log_probs import _Head
 from trlx_hybrid.trl.stock import StockTrainer
@@ -213,7 +213,7 @@ def test_the_head_looks_up_a_function_whose_place_ours_can_take():
 
 def test_the_files_of_a_checkpoint_have_transformers_names():
     for name in ("TRAINER_STATE_NAME", "SCHEDULER_NAME", "OPTIMIZER_NAME", "OPTIMIZER_NAME_BIN"):
-        assert getattr(file_formats, name) == getattr(transformers.trainer, name)
+        assert getattr(manifest, name) == getattr(transformers.trainer, name)
 
 
 def test_what_is_read_of_a_trainer_is_there():

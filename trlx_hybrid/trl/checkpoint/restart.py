@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ...config import LAUNCH_VARIABLE, STARTS_VARIABLE
 from ...errors import ConfigError, listed
-from . import file_formats, manifest
+from . import manifest
 from .run_identity import RunIdentity, new_identity, read_identity, write_identity
 
 if TYPE_CHECKING:
@@ -65,10 +65,9 @@ def examined(checkpoint: Path, identity: RunIdentity | None) -> tuple[manifest.M
         known = manifest.read(checkpoint)
     except ValueError as error:
         return None, str(error)
-    if known is None:
-        foreign = identity is not None and checkpoint.name in identity.foreign
-        return None, "it was there before this run began" if foreign else file_formats.fault(checkpoint)
-    if identity is not None and known.run != identity.run:
+    if known is None and identity is not None and checkpoint.name in identity.foreign:
+        return None, "it was there before this run began"
+    if known is not None and identity is not None and known.run != identity.run:
         return known, f"another run saved it ({known.run}; this one is {identity.run})"
     return known, manifest.fault(checkpoint, known)
 
@@ -144,7 +143,7 @@ def named_start(output_dir: Path, checkpoint: Path) -> Start:
 
 
 def _ranks_of(checkpoint: Path, known: manifest.Manifest | None) -> int | None:
-    return known.ranks if known is not None else file_formats.generators(checkpoint)
+    return known.ranks if known is not None else manifest.generators(checkpoint)
 
 
 def _of_this_start(

@@ -47,7 +47,7 @@ In short, between two optimizer steps of a run with an engine:
 8. Reward functions score the completions (`trl/rewards.py`); algorithms observe the rewards (`algorithms.py`).
 9. Engine and trainer are compared, where there are old log-probs (`trl/scoring/agreement.py`). Advantages: TRL's,
    those of an algorithm, or of the hook `trlx_advantages` (`trl/rewards.py`). Hook `trlx_rollout_end`; the numbers in
-   `session.metrics` go to TRL's log (`trl/metrics/session_metrics.py`). A scoring may move rows to other
+   `session.metrics` go to TRL's log (`trl/metrics/step_metrics.py`). A scoring may move rows to other
    micro-batches.
 10. For each micro-batch (`trl/scoring/loss.py`): `Scoring.score` in TRL's `_compute_loss`, after it the terms of
     algorithms (`Algorithm.loss`), and the backward pass. Where the old log-probs come from the first loss, engine and

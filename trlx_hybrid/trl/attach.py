@@ -49,8 +49,7 @@ from .generation.in_flight import BY_TOKEN_RATIO, InFlight, in_flight_at_once, i
 from .generation.prompts import refuse_missing_prompts
 from .generation.truncation_rule import BY_TOKEN, MASKS, rule_of
 from .generation.vllm_generation import Generation
-from .metrics.session_metrics import SessionMetrics
-from .metrics.step_metrics import StepMetrics
+from .metrics.step_metrics import SessionMetrics, StepMetrics
 from .refusals import DEFERRED, KEPT_IDS, OTHER_PROMPTS, ROUTER_REPLAY, SCORING, SCORING_COMPONENT, Facts, overriding
 from .replay.recording import Recording, scored_by
 from .replay.replay import Recorder, Replay

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..episodes.unparsed import UnparsedTurns
 from .checkpoint.checkpoints import Checkpoints
 from .checkpoint.data_order import DataOrder
-from .metrics.session_metrics import SessionMetrics
-from .metrics.step_metrics import StepMetrics
+from .metrics.step_metrics import SessionMetrics, StepMetrics
 from .replay.replay import Recorder, Replay
 from .scoring.deferred import DeferredLogProbs
 from .scoring.micro_batches import JoinedPass

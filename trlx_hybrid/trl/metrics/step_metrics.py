@@ -1,4 +1,5 @@
-"""Metrics of an optimizer step's time and computation, for the trainer's logs and its progress bar.
+"""Metrics that an optimizer step adds to the trainer's logs: its time and computation, which the progress bar shows,
+too; and the numbers that components and plugins put into `session.metrics`.
 
 A step begins and ends with the callbacks of transformers' Trainer. In between, each `training_step` prepares a
 micro-batch, including a rollout and its scoring where one is due, and computes its loss. A step that was not observed
@@ -9,18 +10,21 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Number
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from transformers import ProgressCallback, TrainerCallback
 
+from ...errors import PluginError
 from .flops import ModelFlops, counted, model_flops, peak
 
 if TYPE_CHECKING:
+    from ...plugins.host import Host
     from ...session import Session
     from ..stock import StockTrainer
 
@@ -251,3 +255,56 @@ def in_step_time(trainer: StockTrainer) -> Iterator[None]:
         trainer._current_train_step_time += seconds
     else:
         trainer._metrics["train"]["step_time"][-1] += seconds
+
+
+class SessionMetrics:
+    """The numbers that components and plugins have put into `session.metrics`, each logged once.
+
+    Args:
+        session: the live objects of the run.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.begin()
+
+    def begin(self) -> None:
+        """Keep the present `session.metrics`, the metrics of the trainer's last rollout, for `log`. A later rollout of
+        a script or a callback has another dict as `session.metrics`, which is not logged."""
+        self._logged: dict[str, Any] = {}
+        self._to_log = self._session.metrics
+
+    def log(self, metrics: MutableMapping[str, list[float]]) -> None:
+        """Add to TRL's metrics the numbers that were put into the last rollout's metrics since the last call.
+
+        Components may put numbers there after the rollout: a scoring, or an algorithm that adds to the loss.
+
+        Args:
+            metrics: TRL's metrics of training or of evaluation, by name.
+
+        Raises:
+            PluginError: a value is not a number.
+        """
+        for name, value in self._to_log.items():
+            if self._logged.get(name) is not value:
+                self._logged[name] = value
+                values = value if isinstance(value, list) else [value]
+                _refuse_other_than_numbers(name, values, self._session.host)
+                if values:  # TRL cannot take the mean of nothing
+                    metrics[name] += values
+
+
+def _refuse_other_than_numbers(name: str, values: Sequence[object], host: Host) -> None:
+    """Raise a PluginError if a metric of a plugin is not a number: TRL would fail on its mean without naming a plugin.
+
+    Args:
+        name: name of the metric.
+        values: its values.
+    """
+    for value in values:
+        if not isinstance(value, Number) and getattr(value, "shape", None) != ():
+            plugins = ", ".join(str(plugin) for plugin in host.plugins)
+            raise PluginError(
+                f"session.metrics[{name!r}] is {value!r:.80}, and a metric is a number, or a list of them. A plugin "
+                f"has set it: one of {plugins}."
+            )

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from transformers import set_seed
 from trl import GRPOConfig, TrlParser
 from trlx_hybrid import GRPOTrainer, HybridConfig
-from trlx_hybrid.testing.vision import tiny_vision_model
+from trlx_hybrid.testing.models import tiny_vision_model
 
 PATCH, SIDE = 14, 4  # pixels of a patch, and patches of a picture's side
 MOST = 6

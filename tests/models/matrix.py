@@ -122,8 +122,7 @@ def measure(name: str) -> dict[str, Any]:
 
 def built(name: str) -> tuple[Any, Any]:
     """The tiny model, and its tokenizer or processor."""
-    from trlx_hybrid.testing.models import character_tokenizer, tiny_model
-    from trlx_hybrid.testing.vision import PATCHES, tiny_vision_model
+    from trlx_hybrid.testing.models import PATCHES, character_tokenizer, tiny_model, tiny_vision_model
 
     from tests.support.vision import other_vision_model
 

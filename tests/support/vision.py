@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trlx_hybrid.testing.chat import chat_tokenizer, made_chatty
-from trlx_hybrid.testing.models import SLIDING, TINY, character_tokenizer
-from trlx_hybrid.testing.vision import MARKS, PATCHES, tiny_vision_model
+from trlx_hybrid.testing.models import MARKS, PATCHES, SLIDING, TINY, character_tokenizer, tiny_vision_model
 
 
 def other_vision_model(architecture: str, seed: int = 0, **fields: Any) -> tuple[Any, Any]:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
 from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
-from trlx_hybrid.testing.models import character_tokenizer, tiny_model
-from trlx_hybrid.testing.vision import tiny_vision_model
+from trlx_hybrid.testing.models import character_tokenizer, tiny_model, tiny_vision_model
 
 from benchmarks.rollout import SCALES
 

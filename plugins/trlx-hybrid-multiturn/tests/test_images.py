@@ -8,8 +8,7 @@ from datasets import Dataset
 from trl import GRPOConfig
 from trlx_hybrid.contract.conversation import images_of
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid.testing.models import character_tokenizer, tiny_grpo, tiny_model
-from trlx_hybrid.testing.vision import MARKS
+from trlx_hybrid.testing.models import MARKS, character_tokenizer, tiny_grpo, tiny_model
 from trlx_hybrid_multiturn import Step, episode_reward, episodes
 from trlx_hybrid_multiturn.tokens import TemplateTokens
 

@@ -5,8 +5,7 @@ import trlx_hybrid
 from trl import GRPOConfig
 from trlx_hybrid import HybridConfig, HybridEngine
 from trlx_hybrid.errors import EngineError
-from trlx_hybrid.testing.models import tiny_grpo
-from trlx_hybrid.testing.vision import PATCHES, tiny_vision_model
+from trlx_hybrid.testing.models import PATCHES, tiny_grpo, tiny_vision_model
 
 from tests.support.vision import counted_squares, other_vision_model, picture
 

@@ -18,8 +18,7 @@ from transformers import (
 from trl import RLOOConfig
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.testing.chat import chat_tokenizer
-from trlx_hybrid.testing.models import tiny_model
-from trlx_hybrid.testing.vision import tiny_vision_model
+from trlx_hybrid.testing.models import tiny_model, tiny_vision_model
 from trlx_hybrid_training import attention
 from trlx_hybrid_training.packing import Pack
 

@@ -8,8 +8,7 @@ from trl import GRPOConfig
 from trlx_hybrid import HybridConfig, HybridEngine, hookimpl
 from trlx_hybrid.contract.types import Request, Sampling
 from trlx_hybrid.errors import EngineError
-from trlx_hybrid.testing.models import tiny_grpo
-from trlx_hybrid.testing.vision import MARKS, PATCHES, tiny_vision_model
+from trlx_hybrid.testing.models import MARKS, PATCHES, tiny_grpo, tiny_vision_model
 from trlx_hybrid_vllm.sampling import refuse_another_prompt
 
 from tests.support.vision import counted_squares, picture

@@ -10,8 +10,7 @@ from torch.distributed.tensor import DTensor
 from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer, HybridConfig, hookimpl
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid.testing.models import tiny_grpo
-from trlx_hybrid.testing.vision import MARKS, tiny_vision_model
+from trlx_hybrid.testing.models import MARKS, tiny_grpo, tiny_vision_model
 
 from tests.support.fsdp import FSDP2, use_fsdp_on_cpu
 from tests.support.vision import counted_squares, picture

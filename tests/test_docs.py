@@ -240,7 +240,7 @@ def test_settings_that_stand_beside_those_of_other_frameworks_exist() -> None:
     from trlx_hybrid import HybridConfig
     from trlx_hybrid.plugins.host import Host
     from trlx_hybrid.plugins.registry import SLOTS
-    from trlx_hybrid_algorithms.options import DynamicSamplingOptions
+    from trlx_hybrid_algorithms.sampling import DynamicSamplingOptions
     from trlx_hybrid_ray.engines.options import RemoteOptions
     from trlx_hybrid_training.options import PackedOptions
     from trlx_hybrid_vllm.options import VLLMOptions

@@ -13,10 +13,9 @@ from trlx_hybrid.contract.protocols import Algorithm, Groups
 from trlx_hybrid.errors import ComponentError, ConfigError
 from trlx_hybrid.testing.conformance import check_algorithm
 from trlx_hybrid_algorithms.advantages import LeaveOneOut, OptimalBaseline, PassAtK
-from trlx_hybrid_algorithms.curriculum import Curriculum
-from trlx_hybrid_algorithms.options import CurriculumOptions, DynamicSamplingOptions, LengthRewardOptions
-from trlx_hybrid_algorithms.rewards import LengthReward
-from trlx_hybrid_algorithms.sampling import DynamicSampling
+from trlx_hybrid_algorithms.curriculum import Curriculum, CurriculumOptions
+from trlx_hybrid_algorithms.rewards import LengthReward, LengthRewardOptions
+from trlx_hybrid_algorithms.sampling import DynamicSampling, DynamicSamplingOptions
 
 NAN = float("nan")
 

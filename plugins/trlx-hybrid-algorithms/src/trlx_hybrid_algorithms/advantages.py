@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
 from trlx_hybrid.contract.protocols import Algorithm, Groups
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class LeaveOneOut(Algorithm):
@@ -83,7 +86,7 @@ class PassAtK(Algorithm):
         """
         totals = groups.totals.nan_to_num(nan=float("-inf"))
         best, where = totals.max(dim=1)
-        advantages = torch.zeros_like(totals)
+        advantages = totals.new_zeros(totals.shape)
         if totals.shape[1] > 1:
             ahead = best - totals.topk(2, dim=1).values[:, 1]
             advantages.scatter_(1, where[:, None], ahead.masked_fill(~ahead.isfinite(), 0.0)[:, None])

@@ -3,13 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from trlx_hybrid.contract.protocols import Algorithm, Groups
+from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.rollout.seeding import request_seed
 
-from .options import CurriculumOptions
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurriculumOptions:
+    """Settings of `curriculum`, which prefers prompts that are sometimes solved.
+
+    Attributes:
+        lowest: the reward, weighted and summed over functions, of a completion that is entirely wrong.
+        highest: the reward, weighted and summed over functions, of a completion that is entirely right.
+        explore: the share of prompts that are drawn uniformly, regardless of their solve rates; above 0 and at most 1.
+        memory: the weight of the older solve rate when a prompt is sampled again, from 0 to below 1.
+    """
+
+    lowest: float = 0.0
+    highest: float = 1.0
+    explore: float = 0.2
+    memory: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not self.lowest < self.highest:
+            raise ConfigError(f"curriculum: lowest={self.lowest} must be below highest={self.highest}.")
+        if not (0 < self.explore <= 1 and 0 <= self.memory < 1):
+            raise ConfigError(
+                f"curriculum: explore={self.explore} must be above 0 and at most 1, and memory={self.memory} from 0 to "
+                "below 1."
+            )
 
 
 class Curriculum(Algorithm):
@@ -45,6 +70,8 @@ class Curriculum(Algorithm):
         Returns:
             The row numbers, in the training dataset, of the prompts that were drawn.
         """
+        import torch  # not above: every process loads every plugin
+
         seed = request_seed(self._seed, "curriculum", self._draws, 0, 0, turn=0)
         self._draws += 1
         rates = torch.full((size,), 0.5, dtype=torch.float64)

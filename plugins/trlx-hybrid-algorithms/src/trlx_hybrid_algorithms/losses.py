@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
 from trlx_hybrid.contract.protocols import Algorithm, Scores
 
-from .options import PositiveNllOptions
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PositiveNllOptions:
+    """Settings of `positive_nll`, which adds the negative log-likelihood of completions with a positive advantage to
+    the loss.
+
+    Attributes:
+        weight: the factor of this term of the loss.
+    """
+
+    weight: float = 0.1
 
 
 class PositiveNll(Algorithm):

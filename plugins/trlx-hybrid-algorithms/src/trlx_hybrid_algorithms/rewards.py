@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 from trlx_hybrid.contract.protocols import Algorithm, Groups
 
-from .options import LengthRewardOptions
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthRewardOptions:
+    """Settings of `length_reward`, which adds a bonus to the rewards of short right completions.
+
+    Attributes:
+        weight: the difference that length makes to the reward: the shortest right completion of a group gains half of
+            `weight`, and the longest right completion loses half of `weight`.
+        right: the reward, weighted and summed over functions, from which on a completion counts as right.
+    """
+
+    weight: float = 0.2
+    right: float = 1.0
 
 
 class LengthReward(Algorithm):

@@ -4,11 +4,36 @@ has more prompts sampled in place of the others."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from trlx_hybrid.contract.protocols import Algorithm, Groups
 from trlx_hybrid.errors import ConfigError
 
-from .options import DynamicSamplingOptions
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicSamplingOptions:
+    """Settings of `dynamic_sampling`, which samples until enough groups have completions with different rewards.
+
+    Attributes:
+        rounds: how many times prompts are sampled for one batch, at most.
+        oversampling: the number of prompts that the first round samples, as a multiple of the batch's number of
+            prompts. With a larger multiple, fewer batches need a second round. A round takes about as long as its
+            longest completion.
+        function: number of the reward function, from 0, whose rewards must differ. None: the rewards of all functions,
+            weighted and summed. A penalty for length or format makes this sum differ in most groups.
+    """
+
+    rounds: int = 3
+    oversampling: float = 1.0
+    function: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise ConfigError(f"dynamic_sampling: rounds={self.rounds}, and a batch has at least one.")
+        if not self.oversampling >= 1:
+            raise ConfigError(
+                f"dynamic_sampling: oversampling={self.oversampling}, and a batch has all of its prompts."
+            )
 
 
 class DynamicSampling(Algorithm):

@@ -2,10 +2,17 @@
 
     python -m benchmarks.real FOLDER --kind full --arm import --seed 0
 
-FOLDER holds a model that answers small questions, such as SmolLM2-135M-Instruct. Each training is a process of its own,
-as a user starts it, and the arms take turns. Task, learning rates, steps and batch are the same for all arms, and were
-fixed before anything was measured. Arms that sample alike learn alike over steps, but for the seed; what differs is how
-long a step takes. Start-up is counted from the first import to the first step, apart from the training.
+FOLDER holds a model that answers small questions, such as SmolLM2-135M-Instruct. `--task` chooses what it learns: `sums`
+of two numbers, a task of `reasoning-gym` (which needs the package of this name), or sums with a calculator as a `tool`,
+which TRL calls by its `tools=`. A fourth arm, `all`, is ours with what is not on by default: no sleep mode, and CUDA
+graphs of the model's layers. Layers are recomputed there only where memory requires it, so it has no need to switch
+gradient checkpointing off, as `tuned` does.
+
+Each training is a process of its own, as a user starts it, and the arms take turns. Questions, learning rates, steps
+and batch are the same for all arms, and were fixed before anything was measured. Accuracy on questions that no training
+draws is measured every few steps; the seconds of this are left out. Arms that sample alike learn alike over steps, but
+for the seed; what differs is how long a step takes. Start-up is counted from the first import to the first step, apart
+from the training.
 """
 
 from __future__ import annotations
@@ -24,22 +31,22 @@ from typing import Any
 
 from .child import ask
 from .harness import Measurement
+from .real_tasks import TASKS
 from .result import RESULTS, Result, accelerator, commit, versions
 
-ARMS = ("trl", "tuned", "import")
-"""Stock TRL; TRL without sleep mode and gradient checkpointing, which a model this small allows; and ours, by the
-import alone."""
+ARMS = ("trl", "tuned", "import", "all")
+"""Stock TRL; TRL without sleep mode and gradient checkpointing, which a model this small allows; ours, by the import
+alone; and ours without sleep mode, with CUDA graphs."""
+
+KEPT_AWAKE = ("tuned", "all")
+"""The arms without sleep mode."""
 
 KINDS = ("full", "lora")
-LEARNING_RATES = {"full": 1e-5, "lora": 1e-4}
-STEPS = {"full": 60, "lora": 100}
-"""The number of optimizer steps of a run, unless another is given."""
-
 ROWS = 16
 """Rows of a micro-batch."""
 
-HELD_OUT = 128
-"""The number of tasks that are evaluated after the training."""
+EVALUATED = 10
+"""The number of steps between two evaluations of the held-out questions; there is one after the last step, too."""
 
 WARM = 3
 """The number of first steps that the time of a step leaves out."""
@@ -60,7 +67,7 @@ class Run:
     """One training.
 
     Attributes:
-        arm, kind, seed: which one.
+        task, arm, kind, seed: which one.
         steps: optimizer steps.
         model: the model's folder.
         folder: a folder for its output.
@@ -68,19 +75,23 @@ class Run:
         longest: the largest number of tokens of a completion.
     """
 
+    task: str
     arm: str
     kind: str
     seed: int
     steps: int
     model: str
     folder: str
+    longest: int
     sequences: int = 128
-    longest: int = 192
 
 
 def train(run: Run) -> dict[str, Any]:
-    """Train in a process of its own, and return its curves: `startup` and `seconds` of each step, `held_out`, and what
-    `benchmarks.real_run.LOGGED` names.
+    """Train in a process of its own, and return its curves.
+
+    They are: seconds of `startup`, `seconds` of each step, the curves that `benchmarks.real_run.LOGGED` names, and the
+    accuracy on held-out questions, at the end (`held_out`) and after some steps (`held_out_steps`,
+    `held_out_accuracy`).
 
     Raises:
         ChildError: the training failed, or took longer than `LIMIT`.
@@ -97,32 +108,73 @@ def reached(curves: Mapping[str, Any], reward: float) -> float | None:
     return None
 
 
-def metrics_of(runs: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) -> dict[str, float]:
+Runs = Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]
+"""Curves of the runs, by kind and arm, one for each seed."""
+
+
+def learned(curves: Mapping[str, Any]) -> float:
+    """Return the reward that a run has learned."""
+    return statistics.fmean(curves["reward"][-END:])
+
+
+def final(arms: Mapping[str, Sequence[Mapping[str, Any]]]) -> float:
+    """Return the final reward, of which shares are to be reached: that of the arm that learns least, by its median."""
+    return min(statistics.median(map(learned, found)) for found in arms.values())
+
+
+def metrics_of(runs: Runs) -> dict[str, float]:
     """Return the metrics of all runs, by kind and arm, medians over the seeds.
 
-    They are: seconds of start-up and of a step, the reward that was learned, the held-out one, and seconds to a share
-    of the reward that the slowest learner of the arms ends with: of training alone, and with the start-up. Runs that
-    never reach it are counted.
+    They are: seconds of start-up and of a step, the reward that was learned, the accuracy on held-out questions, the
+    gap between engine and trainer, and seconds to a share of the final reward: of training alone, and with the
+    start-up. Runs that never reach it are counted. Beside them is the share of steps in which the rewards of an arm's
+    seeds overlap with those of TRL's.
     """
     metrics: dict[str, float] = {}
     for kind, arms in runs.items():
-        learned = {arm: [statistics.fmean(c["reward"][-END:]) for c in found] for arm, found in arms.items()}
-        final = min(statistics.median(values) for values in learned.values())
         for arm, found in arms.items():
             name = f"{arm}_{kind}"
             metrics[f"startup_seconds_{name}"] = statistics.median(c["startup"] for c in found)
             metrics[f"step_seconds_{name}"] = statistics.median(s for c in found for s in c["seconds"][WARM:])
-            metrics[f"reward_{name}"] = statistics.median(learned[arm])
+            metrics[f"reward_{name}"] = statistics.median(map(learned, found))
             metrics[f"held_out_{name}"] = statistics.median(c["held_out"] for c in found)
+            if gaps := [gap for c in found for gap in c.get("gap", ()) if gap is not None]:
+                metrics[f"gap_{name}"] = statistics.median(gaps)
+            if "trl" in arms and arm != "trl":
+                metrics[f"steps_that_overlap_{name}"] = overlap(found, arms["trl"])
             for share in SHARES:
-                times = [reached(c, share * final) for c in found]
-                known = [time for time in times if time is not None]
-                metrics[f"never_at_{share:.0%}_{name}"] = len(times) - len(known)
-                if known:
-                    metrics[f"seconds_to_{share:.0%}_{name}"] = statistics.median(known)
-                    ends = [c["startup"] + time for c, time in zip(found, times, strict=True) if time is not None]
-                    metrics[f"seconds_from_start_to_{share:.0%}_{name}"] = statistics.median(ends)
+                metrics |= times_to(share, found, final(arms), name)
     return metrics
+
+
+def times_to(share: float, found: Sequence[Mapping[str, Any]], reward: float, name: str) -> dict[str, float]:
+    """Return the metrics of the time to a share of a reward: of an arm and kind, named `name`, with these runs."""
+    times = [reached(curves, share * reward) for curves in found]
+    known = [time for time in times if time is not None]
+    metrics: dict[str, float] = {f"never_at_{share:.0%}_{name}": len(times) - len(known)}
+    if known:
+        ends = [c["startup"] + time for c, time in zip(found, times, strict=True) if time is not None]
+        metrics[f"seconds_to_{share:.0%}_{name}"] = statistics.median(known)
+        metrics[f"seconds_from_start_to_{share:.0%}_{name}"] = statistics.median(ends)
+    return metrics
+
+
+def overlap(found: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> float:
+    """Return the share of steps in which the range of the rewards of some runs overlaps with that of others."""
+    ranges = ([(min(at), max(at)) for at in zip(*(c["reward"] for c in runs))] for runs in (found, others))
+    return statistics.fmean(a[0] <= b[1] and b[0] <= a[1] for a, b in zip(*ranges))
+
+
+def never(runs: Runs) -> list[str]:
+    """Return a line for each run and share of the final reward that it never reached."""
+    return [
+        f"{kind}, {arm}, seed {curves['seed']}: never {share:.0%} of the final reward"
+        for kind, arms in runs.items()
+        for arm, found in arms.items()
+        for curves in found
+        for share in SHARES
+        if reached(curves, share * final(arms)) is None
+    ]
 
 
 Curves = dict[str, dict[str, list[dict[str, Any]]]]
@@ -137,7 +189,7 @@ def measure(
     Args:
         model: the model's folder.
         runs: the runs that the result has already. Those of the same kind, arm and seed are replaced.
-        sizes: sequences and longest of `Run`; steps, by kind.
+        sizes: task, sequences and longest of `Run`; steps, by kind.
     """
     for kind, seed in itertools.product(kinds, seeds):
         of_run = {**sizes, "steps": sizes["steps"][kind]}
@@ -145,8 +197,8 @@ def measure(
             with tempfile.TemporaryDirectory(prefix="benchmark-real-") as folder:
                 curves = train(Run(arm=arm, kind=kind, seed=seed, model=model, folder=folder, **of_run))
             median = statistics.median(curves["seconds"][WARM:] or curves["seconds"])
-            reward = statistics.fmean(curves["reward"][-END:])
-            print(f"{kind}, {arm}, seed {seed}: {median:.2f} s a step, reward {reward:.3f}", flush=True)
+            told = f"{median:.2f} s a step, reward {learned(curves):.3f}, held-out accuracy {curves['held_out']:.3f}"
+            print(f"{sizes['task']}, {kind}, {arm}, seed {seed}: {told}", flush=True)
             others = [run for run in runs.setdefault(kind, {}).get(arm, []) if run["seed"] != seed]
             curves |= {"seed": seed, "commit": commit()}
             runs[kind][arm] = sorted([*others, curves], key=lambda run: run["seed"])
@@ -161,13 +213,23 @@ def result(runs: Curves, sizes: Mapping[str, Any]) -> Result:
         for arm, found in by_arm.items()
     ]
     return Result(
-        benchmark="real",
+        benchmark=named(sizes["task"]),
         device=accelerator(),
         peer="trl",
         measurements=measurements,
         metrics=metrics_of(runs),
-        settings={**sizes, "learning_rates": LEARNING_RATES, "curves": runs},
+        settings={
+            **sizes,
+            "learning_rates": TASKS[sizes["task"]].learning_rates,
+            "never": never(runs),
+            "curves": runs,
+        },
     )
+
+
+def named(task: str) -> str:
+    """Return the name of a task's results: that of the benchmark, for the first task, with nothing behind it."""
+    return "real" if task == "sums" else f"real_{task.replace('-', '_')}"
 
 
 def earlier(sizes: Mapping[str, Any], folder: Path = RESULTS) -> Curves:
@@ -176,14 +238,14 @@ def earlier(sizes: Mapping[str, Any], folder: Path = RESULTS) -> Curves:
     Raises:
         SystemExit: they were measured with other sizes or versions.
     """
-    file = folder / f"real-{accelerator()}.json"
+    file = folder / f"{named(sizes['task'])}-{accelerator()}.json"
     if not file.exists():
         return {}
     content = json.loads(file.read_text())
     settings = content["settings"]
     for name, then, now in [
         *((size, settings[size], number) for size, number in sizes.items()),
-        ("learning rates", settings["learning_rates"], LEARNING_RATES),
+        ("learning rates", settings["learning_rates"], TASKS[sizes["task"]].learning_rates),
         ("versions", content["versions"], versions()),
     ]:
         if then != now:
@@ -197,16 +259,27 @@ def earlier(sizes: Mapping[str, Any], folder: Path = RESULTS) -> Curves:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.real", description=__doc__)
     parser.add_argument("model", help="a folder with a chat model and its tokenizer")
+    parser.add_argument(
+        "--task",
+        choices=[*TASKS],
+        default="sums",
+        help="what is learned; reasoning-gym needs the package reasoning-gym (default: sums)",
+    )
     parser.add_argument("--kind", choices=KINDS, action="append", help="may be repeated; default: all")
     parser.add_argument("--arm", choices=ARMS, action="append", help="may be repeated; default: all")
     parser.add_argument("--seed", type=int, action="append", help="may be repeated; default: 0, 1 and 2")
-    parser.add_argument("--steps", type=int, help=f"optimizer steps of a run (default: {STEPS})")
+    parser.add_argument("--steps", type=int, help="optimizer steps of a run (default: the task's)")
     parser.add_argument("--sequences", type=int, default=128, help="completions of a step (default: 128)")
-    parser.add_argument("--longest", type=int, default=192, help="the largest number of tokens of one (default: 192)")
+    parser.add_argument("--longest", type=int, help="the largest number of tokens of one (default: the task's)")
     parser.add_argument("--add", action="store_true", help="keep the other runs of an existing result")
     given = parser.parse_args(argv)
-    steps = STEPS if given.steps is None else dict.fromkeys(KINDS, given.steps)
-    sizes = {"steps": steps, "sequences": given.sequences, "longest": given.longest}
+    task = TASKS[given.task]
+    sizes = {
+        "task": given.task,
+        "steps": dict(task.steps) if given.steps is None else dict.fromkeys(KINDS, given.steps),
+        "sequences": given.sequences,
+        "longest": given.longest or task.longest,
+    }
     runs = earlier(sizes) if given.add else {}
     measure(given.model, given.kind or KINDS, given.arm or ARMS, given.seed or (0, 1, 2), runs, sizes)
 

@@ -2,8 +2,9 @@
 
     python -m benchmarks.plots
 
-It writes docs/assets/real-full.svg and docs/assets/real-lora.svg, of the kinds that were measured, and what stands
-between the marks `<!-- real -->` and `<!-- /real -->` of README, docs/index.md and docs/benchmarks.md.
+It writes docs/assets/real-full.svg and docs/assets/real-lora.svg, of the kinds that were measured, such plots of other
+tasks than sums (docs/assets/real_tool-full.svg), and what stands between the marks `<!-- real -->` and
+`<!-- /real -->` of README, docs/index.md and docs/benchmarks.md. The first two show sums alone.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .real import ARMS, KINDS, SMOOTHED
+from .real import ARMS, KINDS, SMOOTHED, named
+from .real_tasks import TASKS
 from .result import RESULTS
 
 ROOT = RESULTS.parents[1]
@@ -23,7 +25,7 @@ PAGES = ("README.md", "docs/index.md", "docs/benchmarks.md")
 DEVICE = "nvidia-h200"
 """The device whose result is shown."""
 
-NAMES = {"trl": "TRL", "tuned": "TRL, tuned", "import": "trlx_hybrid"}
+NAMES = {"trl": "TRL", "tuned": "TRL, tuned", "import": "trlx_hybrid", "all": "all of it"}
 TRAINED = {"full": "all weights", "lora": "LoRA"}
 FIRST = {
     "seconds_to_50%": "half of the reward",
@@ -33,14 +35,32 @@ FIRST = {
 }
 """The rows of a first page's table, by the metrics they show."""
 
-ALL = FIRST | {"reward": "reward of the last ten steps", "held_out": "reward of tasks that were held out"}
+ALL = {
+    "seconds_to_50%": "half of the reward",
+    "seconds_to_70%": "70% of it",
+    "seconds_to_90%": "90% of it",
+    "step_seconds": "one step",
+    "startup_seconds": "start-up",
+    "reward": "reward of the last ten steps",
+    "held_out": "accuracy on questions that were held out",
+    "gap": "log-prob gap of engine and trainer, nats",
+    "steps_that_overlap": "share of steps in which the seeds' rewards overlap with TRL's",
+}
+TOLD = {
+    "sums": "Sums of two numbers",
+    "reasoning-gym": "Sums and differences of reasoning-gym",
+    "tool": "Sums with a calculator as a tool",
+}
+"""The tasks as headings of a page."""
+
 PLACE = re.compile(r"(?<=<!-- real -->\n).*?(?=<!-- /real -->)", re.DOTALL)
 WIDTH, HEIGHT = 640, 400
 LEFT, RIGHT, TOP, BOTTOM = 52, 622, 84, 336
 STYLE = """.page{fill:#fff}text{fill:#1f2328;font:19px system-ui,sans-serif}.rule{stroke:#d8dee4}
-.trl{stroke:#b3490b}.tuned{stroke:#6b7280}.import{stroke:#1d4ed8}
+.trl{stroke:#b3490b}.tuned{stroke:#6b7280}.import{stroke:#1d4ed8}.all{stroke:#15803d}
 @media(prefers-color-scheme:dark){.page{fill:#0d1117}text{fill:#e6edf3}.rule{stroke:#30363d}
-.trl{stroke:#f0883e}.tuned{stroke:#a3aab5}.import{stroke:#6ea8fe}}
+.trl{stroke:#f0883e}.tuned{stroke:#a3aab5}.import{stroke:#6ea8fe}.all{stroke:#4ade80}}
+circle{fill:none;stroke-width:2}
 polyline{fill:none;stroke-linejoin:round}.run{stroke-width:1.4;opacity:.45}.median{stroke-width:3.4}
 .end{text-anchor:end}.middle{text-anchor:middle}"""
 
@@ -52,6 +72,13 @@ def line(curves: Mapping[str, Any]) -> Line:
     """Return a run as pairs: seconds of training, and the mean reward of the last `SMOOTHED` steps."""
     rewards, seconds = curves["reward"], list(itertools.accumulate(curves["seconds"]))
     return [(seconds[n - 1], statistics.fmean(rewards[n - SMOOTHED : n])) for n in range(SMOOTHED, len(rewards) + 1)]
+
+
+def held_out(curves: Mapping[str, Any]) -> Line:
+    """Return the accuracy of a run on held-out questions as pairs: seconds of training, and the accuracy."""
+    seconds = list(itertools.accumulate(curves["seconds"]))
+    steps, accuracies = curves.get("held_out_steps", ()), curves.get("held_out_accuracy", ())
+    return [(seconds[step - 1], accuracy) for step, accuracy in zip(steps, accuracies, strict=True)]
 
 
 def median(lines: Sequence[Line]) -> Line:
@@ -66,16 +93,25 @@ def ticks(end: float) -> range:
 
 
 def plot(kind: str, runs: Runs, device: str) -> str:
-    """Return an SVG of reward over seconds of training: a thin line for each run, a bold one for the median of an arm.
+    """Return an SVG of reward over seconds of training: a thin line for each run, a bold one for the median of an arm,
+    and a circle for the median of its accuracy on held-out questions.
 
     It has colours for a reader's light and dark scheme.
     """
     lines = {arm: [line(curves) for curves in runs[arm]] for arm in ARMS if arm in runs}
+    accuracies = {arm: median([held_out(curves) for curves in runs[arm]]) for arm in lines}
     end = max(seconds for found in lines.values() for one in found for seconds, _ in one)
 
+    def placed(seconds: float, reward: float) -> tuple[float, float]:
+        return LEFT + (RIGHT - LEFT) * seconds / end, BOTTOM - (BOTTOM - TOP) * reward
+
     def drawn(of: str, arm: str, points: Line) -> str:
-        at = (f"{LEFT + (RIGHT - LEFT) * s / end:.1f},{BOTTOM - (BOTTOM - TOP) * r:.1f}" for s, r in points)
+        at = (f"{x:.1f},{y:.1f}" for x, y in itertools.starmap(placed, points))
         return f'<polyline class="{of} {arm}" points="{" ".join(at)}"/>'
+
+    def circles(arm: str, points: Line) -> Iterator[str]:
+        for x, y in itertools.starmap(placed, points):
+            yield f'<circle class="{arm}" cx="{x:.1f}" cy="{y:.1f}" r="5"/>'
 
     box = f'viewBox="0 0 {WIDTH} {HEIGHT}"'
     return "\n".join(
@@ -83,11 +119,12 @@ def plot(kind: str, runs: Runs, device: str) -> str:
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" {box}>',
             f"<title>Reward over seconds of training: {', '.join(NAMES[arm] for arm in lines)}</title>",
             f'<style>{STYLE}</style><rect class="page" width="{WIDTH}" height="{HEIGHT}"/>',
-            f'<text x="14" y="28">Reward ({TRAINED[kind]}, one {shown(device)})</text>',
+            f'<text x="14" y="28">Reward ({TRAINED[kind]}, one {shown(device)}); ○ held-out accuracy</text>',
             *axes(end),
             *key(lines),
             *(drawn("run", arm, one) for arm, found in lines.items() for one in found),
             *(drawn("median", arm, median(found)) for arm, found in lines.items()),
+            *(circle for arm, points in accuracies.items() for circle in circles(arm, points)),
             "</svg>\n",
         ]
     )
@@ -108,7 +145,7 @@ def axes(end: float) -> Iterator[str]:
 def key(arms: Iterable[str]) -> Iterator[str]:
     """Yield the name of each arm, beside a piece of its line."""
     for number, arm in enumerate(arms):
-        x = LEFT + number * 190
+        x = LEFT + number * 150
         yield f'<path class="median {arm}" d="M{x} 54h26"/><text x="{x + 34}" y="60">{NAMES[arm]}</text>'
 
 
@@ -151,9 +188,14 @@ def block(result: Mapping[str, Any], prefix: str = "") -> str:
     return f"{picture(kind, prefix)}\n\n{table(result, FIRST)}\n\n{told}"
 
 
-def picture(kind: str, prefix: str = "") -> str:
+def picture(kind: str, prefix: str = "", task: str = "sums") -> str:
     """Return a plot as Markdown."""
-    return f"![Reward over seconds of training, {TRAINED[kind]}]({prefix}assets/real-{kind}.svg)"
+    return f"![Reward over seconds of training, {TRAINED[kind]}]({prefix}assets/{image(kind, task)})"
+
+
+def image(kind: str, task: str) -> str:
+    """Return the file name of a plot."""
+    return f"{named(task)}-{kind}.svg"
 
 
 def measured(result: Mapping[str, Any]) -> dict[str, Runs]:
@@ -162,21 +204,41 @@ def measured(result: Mapping[str, Any]) -> dict[str, Runs]:
     return {kind: runs[kind] for kind in KINDS if kind in runs}
 
 
-def written(result: Mapping[str, Any]) -> dict[str, str]:
-    """Return the files that show a result, and their text."""
-    runs = measured(result)
-    files = {f"docs/assets/real-{kind}.svg": plot(kind, found, result["device"]) for kind, found in runs.items()}
-    whole = "\n\n".join([*map(picture, runs), table(result, ALL)])
-    for page, text in zip(PAGES, (block(result, "docs/"), block(result), whole), strict=True):
+def whole(task: str, result: Mapping[str, Any]) -> str:
+    """Return all that is shown of a task: a heading, plots, the table, and the runs that never reached a reward."""
+    pictures = [picture(kind, task=task) for kind in measured(result)]
+    lost = "\n".join(f"- {told}" for told in result["settings"].get("never", ()))
+    return "\n\n".join(filter(None, [f"#### {TOLD[task]}", *pictures, table(result, ALL), lost]))
+
+
+def written(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return the files that show the results of tasks, and their text. Sums are among these tasks."""
+    files = {
+        f"docs/assets/{image(kind, task)}": plot(kind, found, result["device"])
+        for task, result in results.items()
+        for kind, found in measured(result).items()
+    }
+    every = "\n\n".join(itertools.starmap(whole, results.items()))
+    sums = results["sums"]
+    for page, text in zip(PAGES, (block(sums, "docs/"), block(sums), every), strict=True):
         files[page] = PLACE.sub(f"{text}\n", (ROOT / page).read_text())
     return files
 
 
+def committed() -> dict[str, Any]:
+    """Return the results that there are of the device that is shown, by task, in the order of the tasks."""
+    files = {task: RESULTS / f"{named(task)}-{DEVICE}.json" for task in TASKS}
+    return {task: json.loads(file.read_text()) for task, file in files.items() if file.exists()}
+
+
 def main() -> None:
-    file = RESULTS / f"real-{DEVICE}.json"
-    if not file.exists():
-        raise SystemExit(f"There is no {file}: `python -m benchmarks.real FOLDER` measures it on such a device.")
-    for name, text in written(json.loads(file.read_text())).items():
+    results = committed()
+    if "sums" not in results:
+        raise SystemExit(
+            f"There is no {RESULTS / f'real-{DEVICE}.json'}: `python -m benchmarks.real FOLDER` measures it on such a "
+            "device."
+        )
+    for name, text in written(results).items():
         (ROOT / name).write_text(text)
 
 

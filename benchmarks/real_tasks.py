@@ -199,7 +199,10 @@ def tool(count: int, seed: int) -> Rewards:
 TASKS: Mapping[str, Task] = {
     "sums": Task(draw=sums, learning_rates={"full": 1e-5, "lora": 1e-4}, steps={"full": 60, "lora": 100}),
     "reasoning-gym": Task(
-        draw=reasoning_gym, learning_rates={"full": 1e-5, "lora": 1e-4}, steps={"full": 60, "lora": 100}
+        draw=reasoning_gym,
+        training=1024,  # so that a fifth of them have one digit, as only a few hundred different ones can
+        learning_rates={"full": 1e-5, "lora": 1e-4},
+        steps={"full": 60, "lora": 100},
     ),
     "tool": Task(
         draw=tool,

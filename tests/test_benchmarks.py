@@ -466,11 +466,12 @@ def test_a_checkpoint_of_zeros_reads_as_one_and_takes_no_room(tmp_path):
 
 
 def test_seconds_to_a_reward_are_those_of_the_steps_until_its_mean_is_reached():
-    def curves(second, rewards, startup=10.0):
-        return {"startup": startup, "held_out": 0.5, "seconds": [second] * len(rewards), "reward": rewards}
+    def curves(second, rewards, seed=0):
+        seconds = [second] * len(rewards)
+        return {"seed": seed, "startup": 10.0, "held_out": 0.5, "seconds": seconds, "reward": rewards}
 
     rising = [step / 20 for step in range(21)]  # the last ten have 0.775 in the mean
-    runs = {"full": {"trl": [curves(3.0, rising)], "import": [curves(0.5, rising), curves(0.25, [0.0] * 21)]}}
+    runs = {"full": {"trl": [curves(3.0, rising)], "import": [curves(0.5, rising), curves(0.25, [0.0] * 21, 1)]}}
     found = real.metrics_of(runs)
     assert found["step_seconds_trl_full"] == 3.0
     assert found["reward_trl_full"] == pytest.approx(0.775)
@@ -481,6 +482,9 @@ def test_seconds_to_a_reward_are_those_of_the_steps_until_its_mean_is_reached():
     assert found["seconds_to_90%_import_full"] == pytest.approx(0.5 * steps)
     assert (found["never_at_90%_trl_full"], found["never_at_90%_import_full"]) == (0, 1)
     assert real.reached(runs["full"]["trl"][0], 2.0) is None
+    assert found["steps_that_overlap_import_full"] == 1.0  # TRL's one seed lies between ours
+    lost = [f"full, import, seed 1: never {share} of the final reward" for share in ("50%", "70%", "90%")]
+    assert real.never(runs) == lost
 
 
 def test_runs_of_real_weights_are_added_to_those_of_equal_sizes(tmp_path, monkeypatch):
@@ -490,7 +494,7 @@ def test_runs_of_real_weights_are_added_to_those_of_equal_sizes(tmp_path, monkey
     monkeypatch.setattr(real, "train", trained)
     monkeypatch.setattr(real, "RESULTS", tmp_path)
     monkeypatch.setattr(result.Result.publish, "__defaults__", (tmp_path,))
-    sizes = {"steps": {"full": 20, "lora": 20}, "sequences": 8, "longest": 4}
+    sizes = {"task": "sums", "steps": {"full": 20, "lora": 20}, "sequences": 8, "longest": 4}
     real.measure("model", ["full"], ["trl", "import"], [1, 0], {}, sizes)
     runs = real.earlier(sizes, tmp_path)
     real.measure("model", ["full"], ["import"], [2, 1], runs, sizes)

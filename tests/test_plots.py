@@ -1,10 +1,12 @@
 """The plots and tables of real weights that learn."""
 
-import json
 import re
 from xml.etree import ElementTree
 
-from benchmarks import plots, real, result
+import pytest
+
+from benchmarks import plots, real
+from benchmarks.real_tasks import TASKS
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -12,14 +14,19 @@ SVG = "{http://www.w3.org/2000/svg}"
 def curves(second: float, rises: bool = True) -> dict:
     """A run of 20 steps of `second` seconds, whose reward rises evenly to 0.95, or stays 0."""
     rewards = [step / 20 * rises for step in range(20)]
-    return {"startup": 12.3, "held_out": 0.5, "seconds": [second] * 20, "reward": rewards}
+    accuracy = {"held_out": 0.75 * rises, "held_out_steps": [10, 20], "held_out_accuracy": [0.25 * rises, 0.75 * rises]}
+    return {"seed": 0, "startup": 12.3, "seconds": [second] * 20, "reward": rewards, "gap": [0.01] * 20, **accuracy}
 
 
 RUNS = {
     "full": {"trl": [curves(3.0)], "tuned": [curves(2.0)], "import": [curves(0.5), curves(0.25), curves(0.5)]},
     "lora": {"trl": [curves(5.0, False), curves(5.0), curves(5.0)], "import": [curves(0.5)]},
 }
-INVENTED = {"device": "nvidia-h200", "metrics": real.metrics_of(RUNS), "settings": {"curves": RUNS}}
+INVENTED = {
+    "device": "nvidia-h200",
+    "metrics": real.metrics_of(RUNS),
+    "settings": {"curves": RUNS, "never": real.never(RUNS)},
+}
 
 
 def points(element: ElementTree.Element) -> list[tuple[float, ...]]:
@@ -38,6 +45,10 @@ def test_a_plot_has_a_line_for_each_run_and_the_median_of_each_arm() -> None:
     assert abs((ends[2][0] - plots.LEFT) / (plots.RIGHT - plots.LEFT) - 0.5 / 3.0) < 1e-3
     assert ends[-1] == ends[2]  # the median of 0.5, 0.25 and 0.5 seconds a step
     assert [len(points(line)) for line in lines] == [20 - real.SMOOTHED + 1] * len(lines)
+    circles = [circle.attrib for circle in drawn.findall(f"{SVG}circle")]
+    assert [circle["class"] for circle in circles] == ["trl"] * 2 + ["tuned"] * 2 + ["import"] * 2
+    assert float(circles[1]["cx"]) == plots.RIGHT  # the accuracy after the last step of the slowest run
+    assert float(circles[1]["cy"]) == pytest.approx(plots.BOTTOM - 0.75 * (plots.BOTTOM - plots.TOP), abs=0.05)
     shown = [text.text for text in drawn.findall(f"{SVG}text")]
     assert {"TRL", "TRL, tuned", "trlx_hybrid", "0.8", "20", "60"} <= set(shown)
 
@@ -67,14 +78,32 @@ def test_a_table_has_a_row_for_each_kind_and_counts_runs_that_never_reached_the_
     assert "| all weights: half | never | – | – |" in lost
 
 
-def test_pages_show_the_result_that_is_committed() -> None:
-    """Until there is one, they show nothing."""
-    file = result.RESULTS / f"real-{plots.DEVICE}.json"
-    if file.exists():
-        for name, text in plots.written(json.loads(file.read_text())).items():
+def test_each_task_has_a_heading() -> None:
+    assert plots.TOLD.keys() == TASKS.keys()
+
+
+def test_all_tasks_are_shown_with_the_runs_that_never_reached_a_reward() -> None:
+    files = plots.written({"sums": INVENTED, "tool": INVENTED})
+    names = ("real-full", "real-lora", "real_tool-full", "real_tool-lora")
+    assert files.keys() == {*plots.PAGES, *(f"docs/assets/{name}.svg" for name in names)}
+    assert all(name in files["docs/benchmarks.md"] for name in names)
+    assert files["docs/benchmarks.md"].count("- lora, trl, seed 0: never 50% of the final reward\n") == 2
+    assert "| LoRA: 70% of it |" in files["docs/benchmarks.md"]
+    assert "real_tool" not in files["README.md"] + files["docs/index.md"]
+
+
+def test_pages_show_the_results_that_are_committed() -> None:
+    """Until there is one of sums, they show nothing."""
+    results = plots.committed()
+    if results:
+        for name, text in plots.written(results).items():
             assert (plots.ROOT / name).read_text() == text, "`python -m benchmarks.plots` writes it anew"
     else:
-        assert not [*plots.ROOT.glob("docs/assets/real-*.svg")]
+        assert not [*plots.ROOT.glob("docs/assets/real*-*.svg")]
         for page in plots.PAGES:
             assert plots.PLACE.findall((plots.ROOT / page).read_text()) == [""]
-    assert plots.written(INVENTED).keys() == {*plots.PAGES, "docs/assets/real-full.svg", "docs/assets/real-lora.svg"}
+    assert plots.written({"sums": INVENTED}).keys() == {
+        *plots.PAGES,
+        "docs/assets/real-full.svg",
+        "docs/assets/real-lora.svg",
+    }

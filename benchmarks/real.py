@@ -3,10 +3,10 @@
     python -m benchmarks.real FOLDER --kind full --arm import --seed 0
 
 FOLDER holds a model that answers small questions, such as SmolLM2-135M-Instruct. `--task` chooses what it learns:
-`sums` of two numbers, a task of `reasoning-gym`, which needs the package of this name, or sums with a calculator as a `tool`,
-by TRL's `tools=`. A fourth arm, `all`, is ours with what is not on by default: no sleep mode, and CUDA graphs of the
-model's layers. Layers are recomputed there only where memory requires it, so that it leaves gradient checkpointing on,
-which `tuned` switches off.
+`sums` of two numbers, a task of `reasoning-gym`, which needs the package of this name, or sums with a calculator as a
+`tool`, by TRL's `tools=`. A fourth arm, `all`, is ours with what is not on by default: no sleep mode, and CUDA graphs of
+the model's layers. Layers are recomputed there only where memory requires it, so that it leaves gradient checkpointing
+on, which `tuned` switches off.
 
 Each training is a process of its own, as a user starts it, and the arms take turns. Questions, learning rates, steps
 and batch are the same for all arms, and were fixed before anything was measured. Accuracy on questions that no training
@@ -46,7 +46,7 @@ ROWS = 16
 """Rows of a micro-batch."""
 
 EVALUATED = 10
-"""The number of steps between two evaluations of the held-out questions; there is one after the last step, too."""
+"""The number of steps between two evaluations of the held-out questions; the trainer adds one after the last step."""
 
 WARM = 3
 """The number of first steps that the time of a step leaves out."""

@@ -146,8 +146,6 @@ def main(argument: str) -> None:
     run = Run(**json.loads(argument))
     trainer = trainer_of(run, steps := clock())
     trainer.train()
-    if run.steps % EVALUATED:
-        trainer.evaluate()
     log = trainer.state.log_history
     trained = [entry for entry in log if "loss" in entry]
     held_out = [(entry["step"], entry[f"eval_{ACCURACY}"]) for entry in log if f"eval_{ACCURACY}" in entry]

@@ -28,7 +28,8 @@ def test_held_out_questions_are_never_drawn_for_training(name) -> None:
     assert len({*asked, *kept}) == len(asked) + len(kept)
     assert task.split()[1] == held_out  # the seed of a run changes none of them
     assert task.learning_rates.keys() == task.steps.keys() == set(KINDS)
-    assert sum(rewards.weights) == 1.0 and min(rewards.weights) > 0
+    assert sum(rewards.weights) == 1.0
+    assert min(rewards.weights) > 0
 
 
 def test_an_answer_is_the_last_number_that_the_model_says() -> None:

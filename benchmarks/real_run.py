@@ -32,7 +32,7 @@ LOGGED = {
 """The curves that are kept, and the names under which the trainer logs them. What it does not log is None."""
 
 GRAPHS = {"scoring_options": {"cuda_graphs": True}}
-"""What the arm `all` asks of our trainer: all that is not on by default and leaves the results as they are."""
+"""The options of the arm `all`, which are not on by default and leave the results as they are."""
 
 
 def clock() -> Any:

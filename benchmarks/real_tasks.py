@@ -49,10 +49,10 @@ class Rewards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What a run trains on.
+    """A task that a run trains on.
 
     Attributes:
-        draw: returns so many different questions, drawn with a seed, with their rewards.
+        draw: takes a number and a seed, and returns this number of different questions with their rewards.
         training: number of questions to train on.
         learning_rates, steps: of a run, by kind.
         longest: the largest number of tokens of a completion, answers of tools included.

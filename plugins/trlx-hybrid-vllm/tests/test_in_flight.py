@@ -1,7 +1,9 @@
 """Rows that stay in flight over several optimizer steps, sampled by the real engine."""
 
 import copy
+from collections import Counter
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
@@ -166,3 +168,21 @@ def test_what_it_cannot_serve_is_refused_before_an_engine_is_built(run, tmp_path
         return
     with pytest.raises(ConfigError, match=reason):
         in_flight(run, tmp_path, train=False, **given)
+
+
+@pytest.mark.parametrize("size", [1, 2], ids=["an engine on each", "one engine over both"])
+def test_two_ranks(two_processes, size):
+    ranks = two_processes(Path(__file__).parent / "scripts" / "in_flight_distributed.py", size)
+    for rank in ranks:
+        assert [len(batch) for batch in rank["whole"]] == [8] * 6
+        ages = [
+            step - version
+            for step, batch in enumerate(rank["whole"])
+            for t in batch
+            for version in t["weight_versions"]
+        ]
+        assert max(ages) == STALENESS
+        assert rank["resumed"] == rank["whole"][3:]
+    seen = Counter(tuple(t["prompt_ids"]) for rank in ranks for batch in rank["whole"] for t in batch)
+    assert len(seen) == sum(seen.values()) // 4  # no prompt twice: the dataset has more than the run trains
+    assert set(seen) <= {tuple(prompt) for prompt in ranks[0]["prompts"]}

@@ -1,0 +1,66 @@
+"""Started by test_in_flight.py on each of two ranks: rows in flight with one engine over both, or one on each.
+
+Each rank writes its trajectories of a whole run, and of one that resumes in its middle, as JSON:
+in_flight_distributed.py FOLDER TENSOR_PARALLEL_SIZE
+"""
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR", TOKENIZERS_PARALLELISM="false")
+
+import trlx_hybrid
+from trl import GRPOConfig
+from trlx_hybrid import hookimpl
+from trlx_hybrid.testing.models import character_tokenizer, sorting_prompts, tiny_grpo, tiny_model
+
+RANK = int(os.environ["RANK"])
+
+
+class Trajectories:
+    def __init__(self):
+        self.batches = []
+
+    @hookimpl
+    def trlx_rollout_end(self, session, trajectories):
+        self.batches.append([dataclasses.asdict(trajectory) for trajectory in trajectories])
+
+
+def trained(folder, name, size, resume=None):
+    tokenizer, kept = character_tokenizer(), Trajectories()
+    settings = tiny_grpo(
+        folder / name,
+        per_device_train_batch_size=8,
+        max_completion_length=24,
+        max_steps=6,
+        vllm_tensor_parallel_size=size,
+        generation_kwargs={"stop_token_ids": tokenizer.convert_tokens_to_ids([*"0123456789aeiou"])},
+        save_strategy="steps",
+        save_steps=3,
+    )
+    trainer = trlx_hybrid.GRPOTrainer(
+        model=tiny_model(),
+        args=GRPOConfig(**settings),
+        train_dataset=sorting_prompts(),
+        processing_class=tokenizer,
+        reward_funcs=lambda completion_ids, **columns: [len(set(ids)) / 10 for ids in completion_ids],
+        hybrid={"engine": "vllm", "rollout_options": {"max_staleness": 2}},
+        plugins=[kept],
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    prompts = [trainer.train_dataset[i]["prompt"] for i in range(len(trainer.train_dataset))]
+    trainer.session.close()
+    return kept.batches, [tokenizer(prompt)["input_ids"] for prompt in prompts]
+
+
+def main(folder, size):
+    whole, prompts = trained(folder, "whole", size)
+    resumed, _ = trained(folder, "resumed", size, str(folder / "whole" / "checkpoint-3"))
+    (folder / f"rank{RANK}.json").write_text(json.dumps({"whole": whole, "resumed": resumed, "prompts": prompts}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -187,7 +187,7 @@ class Session:
         Raises:
             StaleWeightsError: a rollout phase is running already: rollout_phase() cannot be nested.
         """
-        self.training, self.metrics = training, {}
+        self.training, self.metrics, self.sampled = training, {}, None
         self.endings.clear()
         self.supports.clear()
         if self.selection.stock:

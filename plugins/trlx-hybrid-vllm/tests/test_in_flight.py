@@ -81,17 +81,19 @@ def test_each_token_has_the_log_prob_of_the_version_that_sampled_it(run, tmp_pat
     assert all(entry["hybrid/staleness/max"] <= STALENESS for entry in done.trainer.state.log_history[:-1])
 
 
-def test_every_row_is_trained_once(run, tmp_path):
-    done, batches, _ = in_flight(run, tmp_path)
-    usual = run(GRPOTrainer, hybrid={"engine": "vllm"}, **SETTINGS)
+@pytest.mark.parametrize("rows", [16, 5], ids=["within an epoch", "over three epochs"])
+def test_every_row_is_trained_once(run, tmp_path, prompts, rows):
+    dataset = {"train_dataset": prompts.select(range(rows))}
+    done, batches, _ = in_flight(run, tmp_path, **dataset)
+    usual = run(GRPOTrainer, hybrid={"engine": "vllm"}, **SETTINGS, **dataset)
     assert sorted(done.recorder.prompts) == sorted(usual.recorder.prompts)
     assert done.recorder.prompts != usual.recorder.prompts  # they come in another order
     assert all(len(batch) == 8 for batch in batches)
 
 
-@pytest.mark.parametrize("step", [1, 3, 5])
-def test_a_resumed_run_goes_on_to_the_token(run, tmp_path, step):
-    saving = {"save_strategy": "steps", "save_steps": 1}
+@pytest.mark.parametrize(("step", "rows"), [(1, 16), (3, 16), (5, 16), (3, 5)])
+def test_a_resumed_run_goes_on_to_the_token(run, tmp_path, prompts, step, rows):
+    saving = {"save_strategy": "steps", "save_steps": 1, "train_dataset": prompts.select(range(rows))}
     whole, batches, _ = in_flight(run, tmp_path, "whole", **saving)
     weights = whole.weights()
     whole.close()

@@ -289,7 +289,8 @@ def rows_of_a_batch(args: Any) -> int:
     Args:
         args: TRL's config.
     """
-    return int(args.per_device_train_batch_size * args.steps_per_generation)
+    micro_batches = getattr(args, "steps_per_generation", None) or args.gradient_accumulation_steps
+    return int(args.per_device_train_batch_size * micro_batches)
 
 
 def stale(staleness: list[list[int]], like: Tensor) -> Tensor:

@@ -143,12 +143,13 @@ def add(a: int, b: int) -> int:
     return int(a) + int(b)
 
 
-EXAMPLE = 124, 431
-"""The terms of the sum that each prompt of the tool's task shows."""
+EXAMPLES = ((123, 4321), (5120, 204), (330, 671))
+"""The terms of the sums that each prompt of the tool's task shows. SmolLM2-135M-Instruct called no tool in 16 samples
+after one example, and in 9 of 16 after three."""
 
 
 def shown(a: int, b: int) -> Conversation:
-    """Return a sum that was computed with the tool: a model this small needs an example."""
+    """Return a conversation in which a sum is computed with the tool."""
     call = {"type": "function", "function": {"name": add.__name__, "arguments": {"a": a, "b": b}}}
     return [
         *asked(f"What is {a} + {b}?"),
@@ -189,10 +190,8 @@ def tool(count: int, seed: int) -> Rewards:
     pairs: dict[tuple[int, int], None] = {}
     while len(pairs) < count:
         pairs.setdefault((draw.choice(numbers), draw.choice(numbers)))
-    rows = [
-        {"prompt": [*shown(*EXAMPLE), *asked(f"What is {a} + {b}?")], "answer": a + b, "terms": [a, b]}
-        for a, b in pairs
-    ]
+    examples = [message for terms in EXAMPLES for message in shown(*terms)]
+    rows = [{"prompt": [*examples, *asked(f"What is {a} + {b}?")], "answer": a + b, "terms": [a, b]} for a, b in pairs]
     return Rewards(rows=rows, right=right, others=((called, 0.5),))
 
 

@@ -12,6 +12,7 @@ BENCHMARKS = (
     "weight_sync",
     "offload",
     "step",
+    "in_flight",
     "checks",
     "learning",
     "real",

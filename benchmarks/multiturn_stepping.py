@@ -115,8 +115,8 @@ class ToolStepper(Stepper):
         self._ours: dict[str, float] = {}  # figures of the last step, if it was one of our rollout
         with (
             patch.object(stepping, "load", self._load),
-            patch.object(stepping, "_arguments", self._arguments),
-            patch.object(stepping, "_prompts", _prompts),
+            patch.object(stepping, "arguments_of", self._arguments),
+            patch.object(stepping, "prompts_of", _prompts),
             patch.object(stepping, "_stock", self._with_tool(stepping._stock)),
             patch.object(stepping, "_hybrid", self._with_tool(stepping._hybrid)),
         ):
@@ -238,7 +238,7 @@ def _summary(steps: Sequence[StepTime]) -> dict[str, float]:
     }
 
 
-_stepping_arguments = stepping._arguments
+_stepping_arguments = stepping.arguments_of
 
 
 def _prompts(scale: Scale, steps: int) -> Any:

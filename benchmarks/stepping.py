@@ -52,8 +52,8 @@ class Stepper:
         arguments = {
             "model": model,
             "reward_funcs": self._reward,
-            "args": _arguments(Path(folder) / f"runs-{os.getpid()}", scale, variant, batch, steps),
-            "train_dataset": _prompts(scale, steps),
+            "args": arguments_of(Path(folder) / f"runs-{os.getpid()}", scale, variant, batch, steps),
+            "train_dataset": prompts_of(scale, steps),
             "processing_class": tokenizer,
             "peft_config": adapter(variant) if variant.lora_rank else None,
             "callbacks": [_Pausing(self)],
@@ -265,7 +265,7 @@ def _hybrid(scale: Scale, variant: Variant, arguments: dict[str, Any]) -> Any:
     return GRPOTrainer(**arguments, hybrid=config)
 
 
-def _arguments(output: Path, scale: Scale, variant: Variant, batch: int, steps: int) -> Any:
+def arguments_of(output: Path, scale: Scale, variant: Variant, batch: int, steps: int) -> Any:
     """Return the training arguments; those not named are TRL's defaults."""
     import torch
     from trl import GRPOConfig
@@ -295,7 +295,7 @@ def _arguments(output: Path, scale: Scale, variant: Variant, batch: int, steps: 
     )
 
 
-def _prompts(scale: Scale, steps: int) -> Any:
+def prompts_of(scale: Scale, steps: int) -> Any:
     """Return enough different prompts, of `prompt_tokens` words that are a token each."""
     import random
 

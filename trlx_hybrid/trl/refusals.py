@@ -363,16 +363,14 @@ EARLY_REWARDS = Option(
     ),
 )
 
-UNSPLIT = ("stop", "min_tokens", "max_tokens", "detokenize", "n")
+UNSPLIT = ("stop", "min_tokens", "max_tokens", "detokenize")
 """Sampling settings in TRL's `generation_kwargs` that count or match tokens from a request's beginning, so that a row
 cannot go on in another request."""
 
 
 def _unsplit(facts: Facts) -> str:
     sampling = facts.trainer.session.sampling
-    setting = (
-        sampling.truncated_by() or sampling.reweighted_by() or next((n for n in UNSPLIT if n in sampling.extra), "")
-    )
+    setting = sampling.truncated_by() or sampling.reweighted_by() or next(filter(sampling.extra.get, UNSPLIT), "")
     return setting and f"its sampling has {setting}"
 
 

@@ -1,0 +1,182 @@
+"""Seconds of a GRPO step with rows in flight, for several limits of staleness.
+
+    python -m benchmarks.in_flight --kind full --staleness 0 --staleness 2
+
+A rollout ends with its longest completion. With `max_staleness` above 0, a step trains on the groups that are complete,
+and the other rows go on in the next rollout. Each arm is a training of its own, in a process of its own, with the same
+prompts and the same drawn lengths of completions. Its time is the mean of the steps after the pool is full, since
+single steps differ. At the end of each run, no row may be left over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .child import answer, ask
+from .harness import Measurement
+from .lengths import Lengths, batches, prescribe_hybrid
+from .result import Result, accelerator
+from .rollout import SCALES, write_model
+from .scale import Variant
+from .step import BATCH, KINDS, LENGTHS
+
+STALENESS = (0, 1, 2, 4)
+LIMIT = 580.0
+"""Seconds of one training, its start included."""
+
+
+def measure(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Train in this process, and return the seconds of each step, the lengths of all completions in sorted order, and
+    the metrics of rows in flight.
+
+    Args:
+        given: `folder`, `model`, `kind`, `lengths` (a key of LENGTHS), `staleness` and `steps`.
+    """
+    from .building import adapter, load, prepare_process
+
+    prepare_process(given["folder"])
+    from trlx_hybrid import GRPOTrainer
+
+    from .contestants import GROUP
+    from .stepping import arguments_of, prompts_of
+
+    lengths, variant = LENGTHS[given["model"]][given["lengths"]], KINDS[given["kind"]]
+    scale = dataclasses.replace(SCALES[given["model"]], cases=(lengths,))
+    model, tokenizer = load(given["folder"], Variant(model_dtype=variant.model_dtype))
+    seen: list[int] = []
+
+    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        seen.extend(len(ids) for ids in completion_ids)
+        return [sum(ids) % 7 / 7 for ids in completion_ids]
+
+    clock = _clock()
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=arguments_of(Path(given["folder"]) / "run", scale, variant, BATCH, given["steps"]),
+        train_dataset=prompts_of(scale, given["steps"]),
+        processing_class=tokenizer,
+        peft_config=adapter(variant) if variant.lora_rank else None,
+        callbacks=[clock],
+        hybrid={
+            "engine": "vllm",
+            "engine_options": {"kv_cache_memory_bytes": scale.kv_cache_bytes},
+            "rollout_options": {"max_staleness": given["staleness"]},
+        },
+    )
+    if given["staleness"]:
+        _prescribe(trainer._run.in_flight, lengths, GROUP)
+    else:
+        prescribe_hybrid(trainer.session.sampler, batches(lengths))
+    trainer.train()
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    logged = ("hybrid/in_flight/occupancy", "hybrid/staleness/mean", "hybrid/rollout_seconds")
+    found = {name: [entry[name] for entry in log if name in entry] for name in logged}
+    return {"seconds": clock.seconds, "lengths": sorted(seen), **found}
+
+
+def _prescribe(in_flight: Any, lengths: Lengths, group: int) -> None:
+    """Give each row in flight the length that `prescribe_hybrid` gives it where no row stays in flight."""
+    request = in_flight._request
+
+    def limited(of: Any, place: int) -> Any:
+        batch, begun = divmod(of.number, lengths.sequences // group)
+        whole = lengths.draw(batch)[begun * group + place]
+        return dataclasses.replace(request(of, place), max_tokens=whole - len(of.rows[place].token_ids))
+
+    in_flight._request = limited
+
+
+def _clock() -> Any:
+    import torch
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        """Takes the time of each step."""
+
+        def __init__(self) -> None:
+            self.seconds: list[float] = []
+            self._since = 0.0
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            self._since = self._now()
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            self.seconds.append(self._now() - self._since)
+
+        def _now(self) -> float:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            return time.perf_counter()
+
+    return Clock()
+
+
+def run(model: str, kind: str, lengths: str, staleness: Sequence[int], steps: int, warm: int) -> Result:
+    """Measure all arms of one kind and distribution of lengths.
+
+    Args:
+        model: a key of SCALES.
+        kind: a key of KINDS.
+        lengths: a key of LENGTHS[model].
+        staleness: the arms.
+        steps: the optimizer steps of a training.
+        warm: first and last steps that are not counted: the pool fills up and empties in them.
+
+    Raises:
+        ValueError: two arms trained on completions of other lengths.
+    """
+    case, curves = f"{kind}-{lengths}", {}
+    with tempfile.TemporaryDirectory(prefix="benchmark-in-flight-", ignore_cleanup_errors=True) as folder:
+        write_model(Path(folder), SCALES[model])
+        for limit in staleness:
+            given = {"folder": folder, "model": model, "kind": kind, "lengths": lengths}
+            found = ask("benchmarks.in_flight", given | {"staleness": limit, "steps": steps}, LIMIT)
+            curves[limit] = found
+            print(f"{case}: max_staleness={limit} took {statistics.fmean(found['seconds'][warm:-warm]):.2f} s a step")
+    if len({tuple(found.pop("lengths")) for found in curves.values()}) > 1:
+        raise ValueError("The arms trained on completions of other lengths.")
+    means = {limit: statistics.fmean(found["seconds"][warm:-warm]) for limit, found in curves.items()}
+    first = means[min(means)]
+    return Result(
+        benchmark="in_flight" if model == "1.5b" else f"in_flight_{model}",
+        device=accelerator(),
+        peer="max_staleness=0",
+        measurements=[
+            Measurement(f"staleness-{limit}", tuple(found["seconds"][warm:-warm]), case)
+            for limit, found in curves.items()
+        ],
+        metrics={f"step_seconds_staleness-{limit}_{case}": mean for limit, mean in means.items()}
+        | {f"step_speedup_staleness-{limit}_{case}": first / mean for limit, mean in means.items()},
+        settings={"model": model, "steps": steps, "warm": warm, "curves": {str(k): v for k, v in curves.items()}},
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.in_flight", description=__doc__)
+    parser.add_argument("--model", choices=sorted(LENGTHS), default="1.5b", help="tiny is for trying it on a CPU")
+    parser.add_argument("--kind", choices=list(KINDS), default="full")
+    parser.add_argument("--lengths", choices=list(LENGTHS["1.5b"]), default="lognormal")
+    parser.add_argument("--staleness", type=int, action="append", help="may be repeated; default: 0, 1, 2, 4")
+    parser.add_argument("--steps", type=int, default=40, help="optimizer steps of a training (default: 40)")
+    parser.add_argument("--warm", type=int, default=5, help="first and last steps left out (default: 5)")
+    parser.add_argument("--add", action="store_true", help="keep the other cases of the result file")
+    given = vars(parser.parse_args())
+    add, staleness = given.pop("add"), given.pop("staleness") or STALENESS
+    run(**given, staleness=staleness).publish(add=add)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] and sys.argv[1].startswith("{"):
+        answer(measure(json.loads(sys.argv[1])))
+    else:
+        main()

@@ -338,10 +338,13 @@ def _rows_in_flight(trainer: StockTrainer, session: Session) -> InFlight | None:
     Source: AReaL (arXiv:2505.24298, section 5.2), the decoupled objective.
     """
     found, args = in_flight_of(trainer, session), trainer.args
-    default = type(args).__dataclass_fields__["vllm_importance_sampling_mode"].default if found is not None else None
-    if found is not None and trainer.vllm_importance_sampling_mode == default:
+    if found is None:
+        return None
+    session.notes.append(found.note)
+    default = type(args).__dataclass_fields__["vllm_importance_sampling_mode"].default
+    if trainer.vllm_importance_sampling_mode == default:
         args.vllm_importance_sampling_mode = trainer.vllm_importance_sampling_mode = BY_TOKEN_RATIO
-        session.notes.append(f"rows in flight: vllm_importance_sampling_mode={BY_TOKEN_RATIO!r}, not {default!r}")
+        session.notes[-1] += f"; vllm_importance_sampling_mode={BY_TOKEN_RATIO!r}, not {default!r}"
     return found
 
 

@@ -121,6 +121,12 @@ class InFlight:
         self._checkpoint: Path | None = None
         self.start(None)
 
+    @property
+    def note(self) -> str:
+        """A line to print when the run starts."""
+        steps = self._settings["max_staleness"]
+        return f"rows in flight: for up to {steps} optimizer steps, {self._in_flight} rows at a time on each rank"
+
     def start(self, checkpoint: str | None) -> None:
         """Begin a training run with an empty pool, or with that of a checkpoint."""
         self._pool = Pool(self._size, self._depth)
@@ -143,7 +149,7 @@ class InFlight:
         self._order = PromptOrder(loader, self._completions, repeats)
         state = None if self._checkpoint is None else read_file(self._file(self._checkpoint))
         if state is None:
-            self._order.skip(trained // repeats * self._size)
+            self._order.skip(math.ceil(trained / repeats) * self._size)  # the rest of the last batch is kept
             return
         differing = [name for name, value in self._settings.items() if state["settings"][name] != value]
         if differing:

@@ -145,7 +145,7 @@ def add(a: int, b: int) -> int:
 
 EXAMPLES = ((123, 4321), (5120, 204), (330, 671))
 """The terms of the sums that each prompt of the tool's task shows. SmolLM2-135M-Instruct called no tool in 16 samples
-after one example, and in 9 of 16 after three."""
+after one example, and in 9 of 16 after three others than these."""
 
 
 def shown(a: int, b: int) -> Conversation:

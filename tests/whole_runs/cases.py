@@ -42,6 +42,7 @@ AUTO = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumula
 SHOWN = {"rollout": "multi_turn", "max_completion_length": 200, "vllm_max_model_length": 512}
 IN_4_BITS = {"load_in_4bit": True, "use_bnb_nested_quant": True}
 COMBINED = {"combo_kernels": True, "benchmark_combo_kernel": False}  # as vLLM does, without measuring
+IN_FLIGHT = {"rollout_options": json.dumps({"max_staleness": 2})}
 RAGGED = {"stop_token_ids": list(range(10, 16))}  # of 98 tokens: lengths are geometric, cut at the limit
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import whole_run
-from cases import PACKED, SHOWN, STEPS, Case, flags
+from cases import IN_FLIGHT, PACKED, SHOWN, STEPS, Case, flags
 from whole_run import SCRIPTS
 
 LIMIT = 500
@@ -40,6 +40,23 @@ def test_packed_rows(model, whole, tmp_path):
     whole_run.check_proofs(ended, "lora")
     whole_run.check_packed(ended)
     assert "LoRA layers: 14 of 14 compute in fewer passes" in ended.output
+
+
+def test_a_killed_run_with_rows_in_flight_resumes(model, whole, tmp_path):
+    settings = Case("fp32", sleep=True, graphs=False, ragged=True).settings() | ON_CPU | IN_FLIGHT
+
+    def command(name, *more):
+        return [sys.executable, SCRIPTS / "grpo.py", *flags(settings, model("plain"), tmp_path / name), *more]
+
+    killed = whole_run.run(command("run"), LIMIT, kill_at="'epoch': '0.1562'")
+    assert killed.returncode == -9, killed.output[-4000:]
+    assert not (tmp_path / "run" / f"checkpoint-{STEPS}").exists()
+    whole(command("run", "--resume_from_checkpoint", tmp_path / "run" / "checkpoint-3"), LIMIT)
+    whole(command("whole"), LIMIT)
+    logs = whole_run.history(tmp_path / "whole")
+    assert whole_run.history(tmp_path / "run") == logs
+    whole_run.check_training(logs, STEPS)
+    assert any("sampling/stale_logp_difference" in log for log in logs)
 
 
 @pytest.mark.parametrize("weights", ["bf16", "lora"])

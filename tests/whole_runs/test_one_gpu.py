@@ -6,7 +6,7 @@ import sys
 import pytest
 import whole_run
 import yaml
-from cases import BASE, PACKED, SHOWN, STEPS, Case, flags
+from cases import BASE, IN_FLIGHT, PACKED, SHOWN, STEPS, Case, flags
 from whole_run import SCRIPTS
 
 GPUS = 1
@@ -159,6 +159,16 @@ def test_packed_rows(weights, model, whole, seen, tmp_path):
     whole_run.check_proofs(ended, case.path)
     whole_run.check_packed(ended)
     seen["gap"] = whole_run.check_gap(logs)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "fp32", "lora"])
+def test_rows_in_flight(weights, model, whole, seen, tmp_path):
+    case = Case(weights, sleep=True, graphs=True, ragged=True)
+    ended = whole(python("grpo.py", case.settings() | IN_FLIGHT, model("plain"), tmp_path / "run"), LIMIT)
+    logs = whole_run.history(tmp_path / "run")
+    whole_run.check_training(logs, STEPS)
+    whole_run.check_proofs(ended, case.path)
+    assert any("sampling/stale_logp_difference" in log for log in logs)
 
 
 @pytest.mark.parametrize("scoring", [{"scoring": "padded"}, PACKED, {}], ids=["padded", "packed", "auto"])

@@ -42,6 +42,7 @@ def test_packed_rows(model, whole, tmp_path):
     assert "LoRA layers: 14 of 14 compute in fewer passes" in ended.output
 
 
+@pytest.mark.slow
 def test_a_killed_run_with_rows_in_flight_resumes(model, whole, tmp_path):
     settings = Case("fp32", sleep=True, graphs=False, ragged=True).settings() | ON_CPU | IN_FLIGHT
 

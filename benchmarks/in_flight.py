@@ -16,7 +16,6 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from typing import Any
 from .child import answer, ask
 from .harness import Measurement
 from .lengths import Lengths, batches, prescribe_hybrid
+from .real_run import clock
 from .result import Result, accelerator
 from .rollout import SCALES, write_model
 from .scale import Variant
@@ -58,7 +58,7 @@ def measure(given: Mapping[str, Any]) -> dict[str, Any]:
         seen.extend(len(ids) for ids in completion_ids)
         return [sum(ids) % 7 / 7 for ids in completion_ids]
 
-    clock = _clock()
+    steps = clock()
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=reward,
@@ -66,7 +66,7 @@ def measure(given: Mapping[str, Any]) -> dict[str, Any]:
         train_dataset=prompts_of(scale, given["steps"]),
         processing_class=tokenizer,
         peft_config=adapter(variant) if variant.lora_rank else None,
-        callbacks=[clock],
+        callbacks=[steps],
         hybrid={
             "engine": "vllm",
             "engine_options": {"kv_cache_memory_bytes": scale.kv_cache_bytes},
@@ -81,7 +81,7 @@ def measure(given: Mapping[str, Any]) -> dict[str, Any]:
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     logged = ("hybrid/in_flight/occupancy", "hybrid/staleness/mean", "hybrid/rollout_seconds")
     found = {name: [entry[name] for entry in log if name in entry] for name in logged}
-    return {"seconds": clock.seconds, "lengths": sorted(seen), **found}
+    return {"seconds": steps.seconds, "lengths": sorted(seen), **found}
 
 
 def _prescribe(in_flight: Any, lengths: Lengths, group: int) -> None:
@@ -94,31 +94,6 @@ def _prescribe(in_flight: Any, lengths: Lengths, group: int) -> None:
         return dataclasses.replace(request(of, place), max_tokens=whole - len(of.rows[place].token_ids))
 
     in_flight._request = limited
-
-
-def _clock() -> Any:
-    import torch
-    from transformers import TrainerCallback
-
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        """Takes the time of each step."""
-
-        def __init__(self) -> None:
-            self.seconds: list[float] = []
-            self._since = 0.0
-
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            self._since = self._now()
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            self.seconds.append(self._now() - self._since)
-
-        def _now(self) -> float:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            return time.perf_counter()
-
-    return Clock()
 
 
 def run(model: str, kind: str, lengths: str, staleness: Sequence[int], steps: int, warm: int) -> Result:

@@ -150,24 +150,26 @@ def test_a_base_of_7b_in_4_bits_within_24_gib(model, whole, seen, tmp_path):
     seen["gap"] = whole_run.check_gap(logs)
 
 
-@pytest.mark.parametrize("weights", ["bf16", "lora"])
-def test_packed_rows(weights, model, whole, seen, tmp_path):
+def trained_with(changes, weights, model, whole, tmp_path):
+    """How a script ended that trains with further settings, and its log, both checked."""
     case = Case(weights, sleep=True, graphs=True, ragged=True)
-    ended = whole(python("grpo.py", case.settings() | PACKED, model("plain"), tmp_path / "run"), LIMIT)
+    ended = whole(python("grpo.py", case.settings() | changes, model("plain"), tmp_path / "run"), LIMIT)
     logs = whole_run.history(tmp_path / "run")
     whole_run.check_training(logs, STEPS)
     whole_run.check_proofs(ended, case.path)
+    return ended, logs
+
+
+@pytest.mark.parametrize("weights", ["bf16", "lora"])
+def test_packed_rows(weights, model, whole, seen, tmp_path):
+    ended, logs = trained_with(PACKED, weights, model, whole, tmp_path)
     whole_run.check_packed(ended)
     seen["gap"] = whole_run.check_gap(logs)
 
 
 @pytest.mark.parametrize("weights", ["bf16", "fp32", "lora"])
-def test_rows_in_flight(weights, model, whole, seen, tmp_path):
-    case = Case(weights, sleep=True, graphs=True, ragged=True)
-    ended = whole(python("grpo.py", case.settings() | IN_FLIGHT, model("plain"), tmp_path / "run"), LIMIT)
-    logs = whole_run.history(tmp_path / "run")
-    whole_run.check_training(logs, STEPS)
-    whole_run.check_proofs(ended, case.path)
+def test_rows_in_flight(weights, model, whole, tmp_path):
+    _, logs = trained_with(IN_FLIGHT, weights, model, whole, tmp_path)
     assert any("sampling/stale_logp_difference" in log for log in logs)
 
 

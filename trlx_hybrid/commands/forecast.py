@@ -115,7 +115,9 @@ def forecast(given: RecipeSettings, gpus: GPUs) -> list[str]:
     if given.model.load_in_8bit:
         raise ConfigError("load_in_8bit: a base in 8 bits is served by no engine. Take load_in_4bit, or neither.")
     host = Host.load(given.hybrid.disable_plugins or ())
-    selection = select(given.hybrid, trainer_arguments(args, given.recipe.tools), host.registry)
+    selection = select(
+        given.hybrid, trainer_arguments(args, given.recipe.tools, None, given.hybrid.options("rollout")), host.registry
+    )
     choose_algorithms(given.hybrid, host.registry)  # raises for wrong names or options
     host.require(given.hybrid.options("plugin"), "HybridConfig.plugin_options")
     adapter = model_arguments(given.model, args)["peft_config"]

@@ -178,19 +178,18 @@ class PoolRollout:
     def run(self) -> list[PooledGroup]:
         """Sample, and return the groups of the batch. Where several ranks run the engine, all of them must call it
         together; rows of a rank that has its batch go on until every rank has its own."""
-        more = True
-        while more:
-            self._fill()
-            chosen = self._pool.ready()
-            if chosen is not None and not self._stream.shared:
-                break
+        self._fill()
+        chosen, more = self._pool.ready(), True
+        while more and (chosen is None or self._stream.shared):
             self.steps, self.sampled = self.steps + 1, self.sampled + len(self._running)
             finished, more = self._stream.step(chosen is None)
             for key, completion in finished:
                 self._running.pop(key).extend(completion, self._version)
+            if finished:  # in most steps no row ends
+                self._fill()
+                chosen = self._pool.ready()
         for key, row in self._running.items():
             row.extend(self._stream.sampled(key), self._version)
-        chosen = self._pool.ready()
         assert chosen is not None
         self._pool.take(chosen)
         return chosen

@@ -14,12 +14,15 @@ from ..config import HybridConfig
 from ..contract.protocols import EnvironmentArguments
 from ..contract.types import Sampling
 from ..errors import ConfigError, did_you_mean
+from ..plugins.builtin import SingleTurnOptions
 from ..plugins.selection import Choice, TrainerArguments
 
 VESPO_MODES = ("token_truncate", "token_mask")
 
 
-def trainer_arguments(args: Any, tools: Any = None, rollout_func: Any = None) -> TrainerArguments:
+def trainer_arguments(
+    args: Any, tools: Any = None, rollout_func: Any = None, rollout_options: Mapping[str, Any] | None = None
+) -> TrainerArguments:
     """Return the part of TRL's arguments from which this package's components are chosen, with TRL's `vllm_*` arguments
     under the names of the engine's options.
 
@@ -31,18 +34,23 @@ def trainer_arguments(args: Any, tools: Any = None, rollout_func: Any = None) ->
         tools: the trainer's tools or environment factory, if any.
         rollout_func: the trainer's `rollout_func`; its attribute `rollout`, if it has one, names the rollout component
             that it needs.
+        rollout_options: `HybridConfig.rollout_options`, which say how many rows are sampled at a time where rows stay
+            in flight.
     """
     rollout = getattr(rollout_func, "rollout", None)
     if not hasattr(args, "vllm_mode"):
         return TrainerArguments(engine_options={}, tools=bool(tools), rollout=rollout)
     share = args.vllm_gpu_memory_utilization
     trls = next(f.default for f in dataclasses.fields(args) if f.name == "vllm_gpu_memory_utilization")
-    rows = getattr(args, "steps_per_generation", None) or args.gradient_accumulation_steps
+    rows, in_flight = rows_of_a_batch(args), rollout_options or {}
+    if in_flight.get("max_staleness"):
+        asked = SingleTurnOptions(max_staleness=in_flight["max_staleness"], in_flight=in_flight.get("in_flight"))
+        rows = asked.rows_at_a_time(rows)
     options = {
         "tensor_parallel_size": args.vllm_tensor_parallel_size,
         "gpu_memory_utilization": None if share == trls else share,  # TRL's default: leave the choice to the engine
         "max_model_len": args.vllm_max_model_length,
-        "max_num_seqs": args.per_device_train_batch_size * args.vllm_tensor_parallel_size * rows,
+        "max_num_seqs": rows * args.vllm_tensor_parallel_size,
         "enable_sleep_mode": args.vllm_enable_sleep_mode,
         "model_impl": args.vllm_model_impl,
         "trust_remote_code": args.trust_remote_code,
@@ -50,6 +58,16 @@ def trainer_arguments(args: Any, tools: Any = None, rollout_func: Any = None) ->
     options = {name: value for name, value in options.items() if value is not None}
     given = {"use_vllm": args.use_vllm, "vllm_mode": args.vllm_mode}
     return TrainerArguments(**given, tools=bool(tools), rollout=rollout, engine_options=options)
+
+
+def rows_of_a_batch(args: Any) -> int:
+    """Return the number of rows that a batch has on each rank.
+
+    Args:
+        args: TRL's config.
+    """
+    micro_batches = getattr(args, "steps_per_generation", None) or args.gradient_accumulation_steps
+    return int(args.per_device_train_batch_size * micro_batches)
 
 
 def environment_arguments(choice: Choice, given: Mapping[str, Any], trainer: type[Any]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ from .borrowed import BORROWED, GENERATING, SCORED_BESIDE
 from .checkpoint.checkpoints import Checkpoints
 from .checkpoint.data_order import DataOrder
 from .generation import tool_calling
-from .generation.in_flight import BY_TOKEN_RATIO, InFlight, in_flight_at_once, in_flight_of
+from .generation.in_flight import BY_TOKEN_RATIO, InFlight, in_flight_of
 from .generation.prompts import refuse_missing_prompts
 from .generation.truncation_rule import BY_TOKEN, MASKS, rule_of
 from .generation.vllm_generation import Generation
@@ -127,9 +127,8 @@ def choose(trainer: StockTrainer, chosen: Chosen, given: Mapping[str, Any]) -> d
             raise ConfigError(f"HybridConfig.replay: {config.replay} holds no recording (recording.json).")
     tools = given.get("tools") or given.get("environment_factory")
     unscored = SCORING_COMPONENT.refused(Facts(trainer))
-    arguments = replace(trainer_arguments(given.get("args"), tools, given.get("rollout_func")), unscored=unscored)
-    sequences = in_flight_at_once(config, given.get("args"))
-    arguments = replace(arguments, engine_options={**arguments.engine_options, **sequences})
+    arguments = trainer_arguments(given.get("args"), tools, given.get("rollout_func"), config.options("rollout"))
+    arguments = replace(arguments, unscored=unscored)
     algorithms = choose_algorithms(config, registry)
     if algorithms and trainer._base_name != "GRPO":
         raise ConfigError(

@@ -81,6 +81,11 @@ class Facts:
         """The quoted name of the engine that samples, for messages; 'transformers' where TRL samples."""
         return repr(self.engine.name if self.engine is not None else "transformers")
 
+    @property
+    def streamed(self) -> bool:
+        """True where the training dataset is iterable, so that no row can be asked for by its number."""
+        return not all(hasattr(self.trainer.train_dataset, name) for name in ("__getitem__", "__len__"))
+
     def over(self, *methods: str) -> str:
         """Return the first of the user's methods that overrides one of TRL's `methods`, as "Class.method"; "" if there
         is none."""
@@ -308,7 +313,7 @@ OTHER_PROMPTS = Option(
         Refusal(
             "an iterable training dataset",
             lambda f: _where(
-                not (hasattr(f.trainer.train_dataset, "__getitem__") and hasattr(f.trainer.train_dataset, "__len__")),
+                f.streamed,
                 "its training dataset is iterable, so no row can be asked for. Load it as a `datasets.Dataset`",
             ),
         ),
@@ -412,7 +417,7 @@ IN_FLIGHT = Option(
         Refusal(
             "an iterable training dataset",
             lambda f: _where(
-                not (hasattr(f.trainer.train_dataset, "__getitem__") and hasattr(f.trainer.train_dataset, "__len__")),
+                f.streamed,
                 "its training dataset is iterable, and is not read ahead. Load it as a `datasets.Dataset`",
             ),
         ),

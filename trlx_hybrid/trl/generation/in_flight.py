@@ -26,11 +26,17 @@ from ...plugins.builtin import SingleTurnOptions
 from ...rollout.pool import Pool, PooledGroup, PooledRow, PoolRollout
 from ...rollout.sampler import refuse_empty, refuse_long
 from ...rollout.seeding import preserved_generators
-from ..checkpoint.data_order import nested_samplers, read_file, sampler_generators, write_file
+from ..arguments import rows_of_a_batch
+from ..checkpoint.data_order import (
+    micro_batches_of_a_rollout,
+    nested_samplers,
+    read_file,
+    sampler_generators,
+    write_file,
+)
 from ..refusals import IN_FLIGHT, Facts
 
 if TYPE_CHECKING:
-    from ...config import HybridConfig
     from ...session import Session
     from ..stock import Rows, StockTrainer
 
@@ -145,7 +151,7 @@ class InFlight:
         """
         if self._order is not None:
             return
-        repeats = trainer.args.steps_per_generation * trainer.num_iterations
+        repeats = micro_batches_of_a_rollout(trainer)
         self._order = PromptOrder(loader, self._completions, repeats)
         state = None if self._checkpoint is None else read_file(self._file(self._checkpoint))
         if state is None:
@@ -204,11 +210,10 @@ class InFlight:
         session.sampled = [_completion(row) for row in rows]
         staleness = [[version - of_token for of_token in row.versions] for row in rows]
         self._log(rollout, staleness)
-        of_dataset = [
-            {name: copied(value) for name, value in trainer.train_dataset[group.index].items() if name in columns}
-            for group in chosen
-            for _ in group.rows
-        ]
+        of_dataset: Rows = []
+        for group in chosen:
+            row = {name: value for name, value in trainer.train_dataset[group.index].items() if name in columns}
+            of_dataset += [copied(row) for _ in group.rows]
         return of_dataset, staleness
 
     def _begin(self, trainer: StockTrainer) -> PooledGroup | None:
@@ -272,31 +277,6 @@ def in_flight_of(trainer: StockTrainer, session: Session) -> InFlight | None:
             f"max_staleness={2 * steps - 1} or more, or 0."
         )
     return InFlight(session, options, rows_of_a_batch(args), trainer.num_generations, steps)
-
-
-def in_flight_at_once(config: HybridConfig, args: Any) -> dict[str, int]:
-    """Return the engine's option for the number of sequences that it decodes at a time, where rows stay in flight; an
-    empty dict where they do not.
-
-    Args:
-        config: the run's settings.
-        args: TRL's config, or None.
-    """
-    given = config.options("rollout")
-    if args is None or not given.get("max_staleness"):
-        return {}
-    options = SingleTurnOptions(max_staleness=given["max_staleness"], in_flight=given.get("in_flight"))
-    return {"max_num_seqs": options.rows_at_a_time(rows_of_a_batch(args)) * args.vllm_tensor_parallel_size}
-
-
-def rows_of_a_batch(args: Any) -> int:
-    """Return the number of rows that a batch has on each rank.
-
-    Args:
-        args: TRL's config.
-    """
-    micro_batches = getattr(args, "steps_per_generation", None) or args.gradient_accumulation_steps
-    return int(args.per_device_train_batch_size * micro_batches)
 
 
 def stale(staleness: list[list[int]], like: Tensor) -> Tensor:

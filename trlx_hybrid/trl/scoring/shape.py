@@ -150,9 +150,8 @@ def log_staleness(metrics: dict[str, list[float]], ranks: Ranks, batch: Mapping[
         metrics: TRL's training metrics.
         batch: this rank's rows of a batch of rows in flight.
     """
-    sampled = batch["completion_mask"].bool() & ~batch[SAMPLED].isnan()
-    gap = (batch[OLD] - batch[SAMPLED]).abs().nan_to_num()
-    current, stale = sampled & (batch[STALENESS] == 0), sampled & (batch[STALENESS] > 0)
+    gap, current = (batch[OLD] - batch[SAMPLED]).abs().nan_to_num(), compared(batch)
+    stale = batch["completion_mask"].bool() & ~batch[SAMPLED].isnan() & ~current
     sums = [value.double() for tokens in (current, stale) for value in (gap[tokens].sum(), tokens.sum())]
     of_current, currents, of_stale, stales = ranks.total(torch.stack(sums)).tolist()
     for name, total, tokens in ((CURRENT_GAP, of_current, currents), (STALE_GAP, of_stale, stales)):

@@ -43,6 +43,23 @@ class SimulatedStream:
 LONGEST = 40
 
 
+def test_steps_with_few_rows_are_counted():
+    pool, lengths = Pool(4, 0), [1, 2, 2, 2, 3, 3, 3, 10]
+    stream = SimulatedStream(lengths)
+    stream.most = 8
+
+    def begin():
+        return pool.begin(pool.begun, [0], 2) if pool.room(1) > 0 else None
+
+    def request(group, place):
+        return Request(prompt_ids=[0], seed=0, row=2 * group.number + place, max_tokens=LONGEST)
+
+    rollout = PoolRollout(pool, stream, in_flight=8, version=0, begin=begin, request=request)
+    rollout.run()
+    assert (rollout.steps, rollout.sampled) == (10, sum(lengths))
+    assert rollout.alone == 7  # the last row is by itself from the fourth step on, and two rows would not count
+
+
 @st.composite
 def schedules(draw):
     size, batches, completions = draw(st.integers(1, 4)), draw(st.integers(1, 8)), draw(st.integers(1, 4))

@@ -237,6 +237,13 @@ def test_an_engines_sync_is_in_it_and_an_mfu_that_is_known():
     assert said == "rollout 2.00s (sync 0.05s), loss 1.23s, optimizer 0.10s, 900 tokens, MFU 41%"
 
 
+def test_rows_in_flight_are_in_it():
+    found = {"rollout_seconds": 2.0, "scoring_seconds": 0.0, "loss_seconds": 1.0, "optimizer_seconds": 0.1}
+    rollout = {"hybrid/staleness/mean": 0.44, "hybrid/staleness/max": 2.0, "hybrid/in_flight/rows": 12.0}
+    said = step_metrics.line(found, 0.0, rollout)
+    assert said.endswith("optimizer 0.10s, staleness 0.4 (max 2), 12 rows in flight")
+
+
 def test_a_bar_of_the_users_own_stays_as_it_is(run):
     class Own(step_metrics.ProgressCallback):
         def on_step_begin(self, *args, **kwargs):

@@ -219,8 +219,8 @@ class Trajectory:
         completion: the decoded completion: text, or chat messages for conversational prompts; None where the
             trainer does not decode.
         reward: weighted sum of the reward functions; None where nothing scored it.
-        weight_version: version of the weights that sampled it, or its last tokens.
-        weight_versions: the version for each token of `completion_ids`; None where one version sampled all of them.
+        weight_version: version of the batch's weights, which have sampled it unless `weight_versions` says otherwise.
+        weight_versions: the version for each token of `completion_ids`; None where the batch's weights sampled all.
     """
 
     prompt_ids: list[int]

@@ -155,6 +155,7 @@ class PoolRollout:
     Attributes:
         steps: the number of steps that the engine has made.
         sampled: the number of rows that were sampled in these steps, summed over the steps.
+        alone: the number of steps in which fewer rows than a quarter of `in_flight` were sampled.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class PoolRollout:
             (group, place) for group in pool.groups for place, row in enumerate(group.rows) if row.finish_reason is None
         )
         self._running: dict[int, PooledRow] = {}
-        self.steps = self.sampled = 0
+        self.steps = self.sampled = self.alone = 0
 
     def run(self) -> list[PooledGroup]:
         """Sample, and return the groups of the batch. Where several ranks run the engine, all of them must call it
@@ -182,6 +183,7 @@ class PoolRollout:
         chosen, more = self._pool.ready(), True
         while more and (chosen is None or self._stream.shared):
             self.steps, self.sampled = self.steps + 1, self.sampled + len(self._running)
+            self.alone += 4 * len(self._running) < self._in_flight
             finished, more = self._stream.step(chosen is None)
             for key, completion in finished:
                 self._running.pop(key).extend(completion, self._version)

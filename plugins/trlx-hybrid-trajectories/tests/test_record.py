@@ -107,6 +107,40 @@ def test_what_is_recorded_is_read(path):
     assert not three.failed
 
 
+versions = st.lists(st.integers(0, 3), min_size=1, max_size=12)
+
+
+@given(versions)
+def test_the_version_of_each_token_is_read_again(tmp_path_factory, versions):
+    path = tmp_path_factory.mktemp("versions") / "trajectories.jsonl"
+    ids = CHARACTERS.encode("1") * len(versions)
+    seen = Trajectory(
+        prompt_ids=ids, completion_ids=ids, loss_mask=[1] * len(ids), weight_version=3, weight_versions=versions
+    )
+    append(path, [seen], CHARACTERS, step=3)
+    (one,) = read(path)
+    assert one.weight_versions == versions
+    runs = sum(here != before for here, before in zip(versions, [None, *versions[:-1]], strict=True))
+    assert len(json.loads(path.read_text())["weight_versions"]) == runs
+
+
+def test_a_file_of_an_earlier_version_has_no_versions_of_tokens(path):
+    append(path, [trajectory()], CHARACTERS, step=0)
+    row = json.loads(path.read_text())
+    assert row.pop("weight_versions") is None
+    path.write_text(json.dumps(row) + "\n")
+    (one,) = read(path)
+    assert one.weight_versions is None
+
+
+@pytest.mark.parametrize("runs", [[[3, 1]], [[3, 3]], [3, 2], "3", [[3, "2"]], [["<b>", 2]], [[3, 2, 1]]])
+def test_versions_that_are_not_those_of_the_tokens_are_named(path, runs):
+    append(path, [trajectory()], CHARACTERS, step=0)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"weight_versions": runs}) + "\n")
+    with pytest.raises(RecordError, match="weight_versions"):
+        list(read(path))
+
+
 @pytest.mark.parametrize(("limit", "written"), [(None, 3), (2, 2), (9, 3), (0, 0)])
 def test_no_more_than_the_limit_is_written(path, limit, written):
     assert append(path, [trajectory()] * 3, CHARACTERS, step=0, limit=limit) == written

@@ -94,6 +94,18 @@ def test_the_page_of_a_run_has_its_figures(run, tmp_path):
     assert names == ["setup", *per_step * 3, "idle"]
 
 
+def test_rows_in_flight_have_charts_of_their_own():
+    names = ("staleness/mean", "staleness/max", "in_flight/occupancy", "in_flight/alone", "in_flight/tokens")
+    found = curves([(1, {f"hybrid/{name}": 0.5 for name in names} | {"sampling/cut/short": 0.1})])
+    charts = {title: [*series] for title, series in found.items() if series}
+    assert charts == {
+        "hybrid/in_flight (share)": ["hybrid/in_flight/occupancy", "hybrid/in_flight/alone"],
+        "hybrid/in_flight/tokens": ["hybrid/in_flight/tokens"],
+        "hybrid/staleness (optimizer steps)": ["hybrid/staleness/mean", "hybrid/staleness/max"],
+        "sampling/cut": ["sampling/cut/short"],
+    }
+
+
 def test_timeline_and_trajectories_come_before_the_curves(tmp_path):
     write(tmp_path, 1, range(3))
     add_trajectories(tmp_path, [["one"], ["two"]])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trlx_hybrid_trajectories.page import as_html
 from trlx_hybrid_trajectories.record import Recorded
-from trlx_hybrid_trajectories.view import as_text, sections, visible
+from trlx_hybrid_trajectories.view import as_text, sections, turns, visible
 
 
 def recorded(tokens, *, prompt=("ask",), special=(), **fields):
@@ -40,9 +40,12 @@ texts = st.one_of(
     st.none(), st.text(max_size=6), st.sampled_from(["<b>", '"', "&amp;", "\x1b[2J", "\n", "é漢", "</span>"])
 )
 trajectories = st.builds(
-    lambda tokens, prompt: recorded(tokens, prompt=prompt),
+    lambda tokens, prompt, versions: recorded(
+        tokens, prompt=prompt, weight_versions=versions and [versions[i % len(versions)] for i in range(len(tokens))]
+    ),
     st.lists(st.tuples(texts, st.booleans()), max_size=12),
     st.lists(texts, max_size=4),
+    st.none() | st.lists(st.integers(1, 3), min_size=1, max_size=12),
 )
 
 
@@ -88,8 +91,8 @@ def test_sections_hold_every_token_in_order_and_respect_the_mask(one):
         assert set(kinds) <= {"masked"}
     else:
         assert kinds == ["sampled" if m else "observed" for m in one.loss_mask]
-        spoken = [section.turn for section in cut if section.kind == "sampled"]
-        assert spoken == list(range(1, len(spoken) + 1))
+        spoken = list(dict.fromkeys(section.turn for section in cut if section.kind == "sampled"))
+        assert spoken == list(range(1, turns(one) + 1))
     assert all(span.text for section in cut for span in section.spans)
 
 
@@ -145,6 +148,43 @@ def test_the_terminal_tells_observed_from_sampled_without_colour():
         "turn 2 · sampled · 2 tokens · mean log-prob −1.38",
         "  It is 42",
     ]
+
+
+OF_TWO_VERSIONS = recorded(
+    [("It", 1), (" is", 1), ("4", 0), ("é", 1), (None, 1), ("!", 1)], weight_versions=[1, 3, 3, 1, 3, 3]
+)
+
+
+def test_text_is_shown_under_the_weights_that_sampled_it():
+    text = as_text(OF_TWO_VERSIONS, colour=False, width=120)
+    assert "weights version 3, sampled with 1 to 3 · turns 2" in text
+    assert text.split("\n")[6:] == [
+        "turn 1 · sampled · 1 token · weights version 1 · mean log-prob 0.00",
+        "  It",
+        "",
+        "turn 1 · sampled · 1 token · weights version 3 · mean log-prob −0.25",
+        "   is",
+        "",
+        "observed · 1 token",
+        "│ 4",
+        "",
+        "turn 2 · sampled · 2 tokens · weights version 1 · mean log-prob −0.88",
+        "  é",
+        "",
+        "turn 2 · sampled · 1 token · weights version 3 · mean log-prob −1.25",
+        "  !",
+    ]
+    page = Page(as_html([OF_TWO_VERSIONS]))
+    assert page.sections == expected(OF_TWO_VERSIONS)
+    strip = [attributes["title"] for tag, attributes in page.tags if tag == "i" and "title" in attributes]
+    assert strip[1] == "turn 1, sampled · 1 token · weights version 1"
+
+
+@pytest.mark.parametrize(("versions", "shown"), [([3, 3], "version 3"), ([2, 2], "version 3, sampled with 2")])
+def test_weights_are_named_where_they_are_not_those_of_the_batch(versions, shown):
+    text = as_text(recorded([("a", 1), ("b", 1)], weight_versions=versions), colour=False, width=120)
+    assert f"weights {shown} · turns 1" in text
+    assert ("2 tokens · weights version 2" in text) == (versions == [2, 2])
 
 
 def test_the_terminal_dims_what_was_observed():

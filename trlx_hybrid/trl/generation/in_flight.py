@@ -247,6 +247,7 @@ class InFlight:
             "hybrid/in_flight/rows": float(len(unfinished)),
             "hybrid/in_flight/tokens": float(sum(len(row.token_ids) for row in unfinished)),
             "hybrid/in_flight/occupancy": rollout.sampled / max(1, rollout.steps) / self._in_flight,
+            "hybrid/in_flight/alone": rollout.alone / max(1, rollout.steps),
             "hybrid/staleness/mean": sum(ages) / max(1, len(ages)),
             "hybrid/staleness/max": float(max(ages, default=0)),
         }

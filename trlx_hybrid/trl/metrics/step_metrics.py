@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Number
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -66,6 +67,7 @@ class MeasuredStep:
         began: the parts that run now, each with a marker of its start, which `Clock.now` returns.
         parts: for each part, a pair of markers, start and end, for each time that it ran.
         sync: seconds of the weight syncs in the step's rollouts.
+        rollout: the metrics of the step's last rollout, by name.
         counts: for each micro-batch on this rank, (3,) int64: all tokens, completion tokens, and pairs of a token and a
             token that it attends to. Once the step is over, a single (4,) int64: the sums of these over all ranks, and
             the number of tokens that the model was given, padding included.
@@ -75,6 +77,7 @@ class MeasuredStep:
     began: dict[str, Any] = field(default_factory=dict)
     parts: defaultdict[str, list[tuple[Any, Any]]] = field(default_factory=lambda: defaultdict(list))
     sync: float = 0.0
+    rollout: Mapping[str, Any] = field(default_factory=dict)
     counts: list[Tensor] = field(default_factory=list)
     end: Any = None
 
@@ -154,8 +157,10 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
         self._begin(name)
         yield
         self._end(name)
-        if name == "rollout":
-            step.sync += cast(float, self._session.metrics.get("hybrid/sync_seconds", 0.0))
+        # Rows in flight are sampled in one part, and handed to TRL in another, which belongs to the same rollout.
+        if name == "rollout" and step.rollout is not self._session.metrics:
+            step.rollout = self._session.metrics
+            step.sync += cast(float, step.rollout.get("hybrid/sync_seconds", 0.0))
 
     def prepared(self, inputs: Any) -> None:
         """Start the time of the loss, and count the tokens of the micro-batch. Called when a micro-batch is prepared.
@@ -207,7 +212,7 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
             for callback in self._trainer().callback_handler.callbacks:
                 bar = callback.training_bar if type(callback) is ProgressCallback else None  # not a user's own
                 if bar is not None:  # on rank 0; drawn again when the step ends
-                    bar.set_postfix_str(line(found, step.sync), refresh=False)
+                    bar.set_postfix_str(line(found, step.sync, step.rollout), refresh=False)
 
     def _numbers(self, step: MeasuredStep) -> dict[str, float]:
         found = {
@@ -225,17 +230,24 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
         return found
 
 
-def line(found: dict[str, float], sync: float) -> str:
+def line(found: dict[str, float], sync: float, rollout: Mapping[str, Any] = MappingProxyType({})) -> str:
     """Return a step's metrics as one line of text, which is shown at the end of the progress bar.
 
     Args:
         found: the metrics by name, without the prefix `hybrid/step/`.
         sync: seconds of weight syncs.
+        rollout: the metrics of the rollout. Those of rows in flight are shown: the mean staleness of the batch's tokens,
+            in optimizer steps, and the number of rows that go on.
     """
     seconds = {part: found[f"{part}_seconds"] for part in PARTS}
     parts = {part: f"{part} {took:.2f}s" for part, took in seconds.items() if took >= 0.005}
     if sync >= 0.005 and "rollout" in parts:
         parts["rollout"] += f" (sync {sync:.2f}s)"
+    if "hybrid/staleness/mean" in rollout:
+        parts["in flight"] = (
+            f"staleness {rollout['hybrid/staleness/mean']:.1f} (max {rollout['hybrid/staleness/max']:.0f}), "
+            f"{rollout['hybrid/in_flight/rows']:.0f} rows in flight"
+        )
     if "tokens" in found:
         parts["tokens"] = f"{found['tokens']:.0f} tokens"
         if found.get("padded_tokens", 0.0) > found["tokens"]:

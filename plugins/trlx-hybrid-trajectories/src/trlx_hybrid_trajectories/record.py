@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import logging
 import math
@@ -33,7 +34,7 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 DEEPEST = 24  # levels of a message that are kept, as a message may contain itself
 REPLACEMENT = "\ufffd"  # a decoder's output for bytes that are not a whole character
 LONGEST = 64  # tokens that may share characters before they count as bytes that will never be text
-PER_TOKEN = ("completion_texts", "loss_mask", "logprobs")
+PER_TOKEN = ("completion_texts", "loss_mask", "logprobs", "weight_versions")
 LONGEST_DATA_URL = 256  # characters; a longer one is an image
 CUT = "A run that was stopped while writing leaves such a line; remove it with:"
 OTHER_FILE = (
@@ -55,7 +56,8 @@ class Recorded:
         line: its line in the file; the first is 1.
         step: the number of optimizer steps done when it was sampled.
         training: False if it was sampled in an evaluation.
-        weight_version: version of the weights that sampled it, a number that grows with each change of the weights.
+        weight_version: version of the batch's weights, which have sampled it unless `weight_versions` says otherwise: a
+            number that grows with each change of the weights.
         reward: the weighted sum of the reward functions' rewards; None if it has no reward.
         prompt_ids, completion_ids: token ids. All tokens after the prompt, sampled or observed, belong to the
             completion.
@@ -66,6 +68,8 @@ class Recorded:
         special_ids: the trajectory's token ids that are special tokens, such as EOS.
         completion: the completion as text or as chat messages, in a form that JSON can hold; images and the like are
             replaced by a short note.
+        weight_versions: for each token of the completion the version of the weights that sampled it; None where those of
+            the batch sampled all of them.
     """
 
     line: int
@@ -81,6 +85,7 @@ class Recorded:
     logprobs: list[float | None] | None
     special_ids: frozenset[int]
     completion: Any
+    weight_versions: list[int] | None = None
 
     @property
     def failed(self) -> bool:
@@ -277,7 +282,28 @@ def _row(trajectory: Trajectory, texts: TokenTexts, step: int, training: bool) -
         "logprobs": None if trajectory.logprobs is None else [as_json_number(value) for value in trajectory.logprobs],
         "special_ids": sorted(texts.special_ids.intersection([*prompt, *completion])),
         "completion": _plain(trajectory.completion),
+        "weight_versions": _runs(trajectory.weight_versions),
     }
+
+
+def _runs(versions: Sequence[int] | None) -> list[tuple[int, int]] | None:
+    """Return the version of each token in a short form: each run of equal versions as (version, number of tokens). None
+    stays None."""
+    return None if versions is None else [(int(version), len(list(run))) for version, run in itertools.groupby(versions)]
+
+
+def _of_runs(runs: Any) -> list[int] | None:
+    """Return the version of each token, from what `_runs` returned, as JSON holds it.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if runs is None:
+        return None
+    pairs = runs if isinstance(runs, list) else [runs]
+    if not all(isinstance(pair, list) and [type(value) for value in pair] == [int, int] for pair in pairs):
+        raise ValueError("its weight_versions are not pairs of a version and a number of tokens")
+    return [version for version, tokens in pairs for _ in range(tokens)]
 
 
 def as_json_number(value: float | None) -> float | str | None:
@@ -356,6 +382,7 @@ def _parsed(line: str, number: int) -> Recorded | str:
         row["special_ids"] = frozenset(row["special_ids"])
         if row["logprobs"] is not None:
             row["logprobs"] = [_float(value) for value in row["logprobs"]]
+        row["weight_versions"] = _of_runs(row.get("weight_versions"))  # files of earlier versions lack it
         recorded = Recorded(line=number, **row)
         for ids, fields in (("prompt_ids", ["prompt_texts"]), ("completion_ids", PER_TOKEN)):
             for name in fields:

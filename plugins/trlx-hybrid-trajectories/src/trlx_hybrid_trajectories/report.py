@@ -37,12 +37,13 @@ class Curves:
     Attributes:
         title: the chart's title, with the unit in brackets.
         names: patterns (`fnmatch`) that match the metrics' names in the trainer's log.
-        missing: a hint that is shown if none of the metrics was logged: which trainers or settings log them.
+        missing: a hint that is shown if none of the metrics was logged: which trainers or settings log them. Without a
+            hint, nothing is shown.
     """
 
     title: str
     names: tuple[str, ...]
-    missing: str
+    missing: str = ""
 
 
 FIRST = (
@@ -60,6 +61,10 @@ FIRST = (
     ),
     Curves(title="loss", names=("loss",), missing="every trainer logs it, at each of its logging_steps"),
     Curves(title="KL to the reference model (nats)", names=("kl",), missing="set beta above 0"),
+)
+TOGETHER = (
+    Curves(title="hybrid/staleness (optimizer steps)", names=("hybrid/staleness/*",)),
+    Curves(title="hybrid/in_flight (share)", names=("hybrid/in_flight/occupancy", "hybrid/in_flight/alone")),
 )
 UNITS = {"seconds": "seconds", "bytes": "bytes", "mib": "MiB", "length": "tokens", "ratio": "ratio"}
 NOT_DRAWN = ("epoch", "step", "total_flos", "train_*", "eval_runtime", "*_per_second")
@@ -225,8 +230,8 @@ def _absent(text: str) -> str:
 def curves(logs: Sequence[tuple[int, JsonObject]]) -> dict[str, Series]:
     """Group the logged metrics into charts.
 
-    The charts of `FIRST` come first. Other metrics share a chart if their names have the same prefix, which is the part
-    before the last "/". If the prefix begins with "hybrid", they must also have the same unit. Metrics of evaluations
+    The charts of `FIRST` come first. Other metrics share a chart of `TOGETHER`, or one if their names have the same
+    prefix, which is the part before the last "/". If the prefix begins with "hybrid", they must also have the same unit. Metrics of evaluations
     (`eval_…`) are drawn in the charts of the training metrics.
 
     Args:
@@ -253,7 +258,7 @@ def curves(logs: Sequence[tuple[int, JsonObject]]) -> dict[str, Series]:
 
 
 def _title(name: str) -> str:
-    for group in FIRST:
+    for group in (*FIRST, *TOGETHER):
         if any(fnmatchcase(name, pattern) for pattern in group.names):
             return group.title
     folder, _, last = name.rpartition("/")

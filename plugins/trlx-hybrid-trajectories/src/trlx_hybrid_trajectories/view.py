@@ -3,6 +3,7 @@ text for a terminal."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -54,11 +55,14 @@ class Section:
         turn: number of the turn that the section belongs to. The first sampled section begins turn 1; sections before
             it have turn 0.
         spans: the section's tokens.
+        version: version of the weights that sampled the section, where other weights than those of the batch sampled
+            tokens of the trajectory; else None.
     """
 
     kind: Kind
     turn: int
     spans: tuple[TokenSpan, ...]
+    version: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -76,25 +80,42 @@ class Section:
 
     @property
     def label(self) -> str:
-        """A label for the section: its kind and its number of tokens, such as "sampled · 12 tokens"."""
-        return f"{self.kind} · {number_of(self.tokens, 'token')}"
+        """A label for the section: its kind, its number of tokens, and the version of its weights if other weights
+        than those of the batch sampled the trajectory, such as "sampled · 12 tokens · weights version 3"."""
+        weights = "" if self.version is None else f" · weights version {self.version}"
+        return f"{self.kind} · {number_of(self.tokens, 'token')}{weights}"
 
 
 def sections(recorded: Recorded) -> list[Section]:
     """Return the sections of a trajectory, that is, its tokens cut into parts of one kind, in order: first the prompt,
-    then the sampled and the observed sections, which alternate. A failed trajectory has a single section after the
-    prompt, "masked"."""
+    then the sampled and the observed sections, which alternate. A sampled turn has a section for each version of the
+    weights that sampled a part of it. A failed trajectory has a single section after the prompt, "masked"."""
     found = _cut(recorded, "prompt", 0, recorded.prompt_ids, recorded.prompt_texts, None)
-    start, turn, mask = 0, 0, recorded.loss_mask
+    start, turn, mask = 0, 0, [bool(value) for value in recorded.loss_mask]
+    versions = _versions(recorded)
     for end in range(1, len(mask) + 1):
-        if end < len(mask) and bool(mask[end]) == bool(mask[start]):
+        if end < len(mask) and (mask[end], versions[end]) == (mask[start], versions[start]):
             continue
         kind: Kind = "masked" if recorded.failed else "sampled" if mask[start] else "observed"
-        turn += kind == "sampled"
+        turn += kind == "sampled" and not (start and mask[start - 1])
         logprobs = None if recorded.logprobs is None else recorded.logprobs[start:end]
         ids, texts = recorded.completion_ids[start:end], recorded.completion_texts[start:end]
-        found += _cut(recorded, kind, turn, ids, texts, logprobs)
+        found += _cut(recorded, kind, turn, ids, texts, logprobs, versions[start])
         start = end
+    return found
+
+
+def _versions(recorded: Recorded) -> list[int | None]:
+    """Return for each token of the completion the version of the weights that sampled it; a token that completes a
+    character counts with its begin. None for observed tokens, and for all tokens where the batch's weights sampled
+    them."""
+    versions, mask = recorded.weight_versions, recorded.loss_mask
+    if versions is None or {*itertools.compress(versions, mask)} <= {recorded.weight_version}:
+        return [None] * len(mask)
+    found: list[int | None] = []
+    for version, sampled, text in zip(versions, mask, recorded.completion_texts, strict=True):
+        continues = text is None and found and found[-1] is not None
+        found.append((found[-1] if continues else version) if sampled else None)
     return found
 
 
@@ -116,10 +137,14 @@ def facts(recorded: Recorded) -> list[tuple[str, str]]:
     sampled = sum(map(bool, recorded.loss_mask))
     total = len(recorded.completion_ids)
     tokens = f"{total} masked" if recorded.failed else f"{sampled} sampled, {total - sampled} observed"
+    versions = sorted({version for version in _versions(recorded) if version is not None})
+    weights = f"version {recorded.weight_version}"
+    if versions:
+        weights += f", sampled with {' to '.join(map(str, sorted({versions[0], versions[-1]})))}"
     return [
         ("reward", number(recorded.reward)),
         ("step", str(recorded.step) + ("" if recorded.training else ", evaluation")),
-        ("weights", f"version {recorded.weight_version}"),
+        ("weights", weights),
         ("turns", "unknown" if recorded.failed else str(turns(recorded))),
         ("tokens", f"{len(recorded.prompt_ids)} prompt, {tokens}"),
     ]
@@ -167,6 +192,7 @@ def _cut(
     ids: list[int],
     texts: list[str | None],
     logprobs: list[float | None] | None,
+    version: int | None = None,
 ) -> list[Section]:
     spans: list[TokenSpan] = []
     start = 0
@@ -185,7 +211,7 @@ def _cut(
             )
         )
         start = end
-    return [Section(kind=kind, turn=turn, spans=tuple(spans))] if spans else []
+    return [Section(kind=kind, turn=turn, spans=tuple(spans), version=version)] if spans else []
 
 
 def _text(value: object) -> str:

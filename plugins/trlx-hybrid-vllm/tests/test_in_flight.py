@@ -1,9 +1,10 @@
 """Rows that stay in flight over several optimizer steps, sampled by the real engine."""
 
 import copy
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import TrainerCallback
 from trlx_hybrid import GRPOTrainer, hookimpl
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+from trlx_hybrid_trajectories.record import read
 
 LENGTH = 24
 STALENESS = 2
@@ -81,6 +83,46 @@ def test_each_token_has_the_log_prob_of_the_version_that_sampled_it(run, tmp_pat
     assert all(entry["hybrid/staleness/max"] <= STALENESS for entry in done.trainer.state.log_history[:-1])
 
 
+def test_what_is_logged_recorded_and_replayed_knows_the_weights_of_each_token(run, tmp_path):
+    seen, highest = tmp_path / "seen.jsonl", 1.01
+    recorded = {"trajectories": {"record": str(seen), "record_limit": 8}}
+    given = {"vllm_importance_sampling_clip_max": highest}
+    hybrid = IN_FLIGHT | {"record": str(tmp_path / "batches"), "plugin_options": recorded}
+    done, batches, of_version = in_flight(run, tmp_path, hybrid=hybrid, **given)
+    wanted = [[t.weight_versions for t in batch] for batch in batches]
+    found = [one.weight_versions for one in read(seen)]
+    assert found == list(chain(*wanted))
+
+    model = tiny_model().eval()
+    for step, (batch, log) in enumerate(zip(batches, done.trainer.state.log_history[:-1], strict=True)):
+        model.load_state_dict(of_version[step])
+        tokens = defaultdict(list)
+        lengths = sorted(range(8), key=lambda row: len(batch[row].completion_ids))
+        for row, t in enumerate(batch):
+            with torch.no_grad():
+                scores = model(torch.tensor([t.prompt_ids + t.completion_ids])).logits[0, len(t.prompt_ids) - 1 : -1]
+            now = scores.log_softmax(-1).gather(1, torch.tensor(t.completion_ids)[:, None])[:, 0]
+            ratios = (now - torch.tensor(t.logprobs)).exp().tolist()
+            third = ("short", "medium", "long")[lengths.index(row) * 3 // 8]
+            for ratio, version in zip(ratios, t.weight_versions, strict=True):
+                tokens[("staleness_0", "staleness_1", "staleness_2_up")[step - version]].append(ratio)
+                tokens[third].append(ratio)
+        logged = {name for name in log if name.startswith(("sampling/ratio/", "sampling/cut/"))}
+        assert logged == {f"sampling/{what}/{part}" for what in ("ratio", "cut") for part in tokens}
+        for part, ratios in tokens.items():
+            cut = [min(ratio, highest) for ratio in ratios]
+            assert log[f"sampling/ratio/{part}"] == pytest.approx(sum(cut) / len(cut), abs=1e-4)
+            assert log[f"sampling/cut/{part}"] == pytest.approx(sum(r > highest for r in ratios) / len(ratios))
+        assert not log.get("sampling/cut/staleness_0")  # rounding is not cut
+    assert any(log.get("sampling/cut/staleness_1") for log in done.trainer.state.log_history)
+
+    weights = done.weights()
+    done.close()
+    again = run(GRPOTrainer, **SETTINGS | given, hybrid=IN_FLIGHT | {"replay": str(tmp_path / "batches")})
+    assert again.logs[:-1] == done.logs[:-1]
+    assert all(torch.equal(value, weights[name]) for name, value in again.weights().items())
+
+
 @pytest.mark.parametrize("rows", [16, 5], ids=["within an epoch", "over three epochs"])
 def test_every_row_is_trained_once(run, tmp_path, prompts, rows):
     dataset = {"train_dataset": prompts.select(range(rows))}
@@ -141,14 +183,29 @@ def test_batches_of_several_steps_count_them(run, tmp_path):
         )
 
 
+def refused_before_the_engine(run, tmp_path, checkpoint, message, **given):
+    other, *_ = in_flight(run, tmp_path, "other", train=False, **given)
+    with pytest.raises(ConfigError, match=message):
+        other.trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert other.trainer.session.engine is None
+    return other
+
+
 def test_a_checkpoint_of_other_settings_is_refused_and_one_without_in_flight_rows_warns(run, tmp_path, caplog):
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     whole, *_ = in_flight(run, tmp_path, "whole", **saving)
     whole.close()
     checkpoint = str(tmp_path / "whole" / "checkpoint-2")
-    other = {"engine": "vllm", "rollout_options": {"max_staleness": 3}}
-    with pytest.raises(ConfigError, match=r"max_staleness=2, and this run has 3\. Resume with the same setting"):
-        in_flight(run, tmp_path, "other", resume=checkpoint, **saving | {"hybrid": other})
+    for steps in (1, 3):
+        other = {"hybrid": {"engine": "vllm", "rollout_options": {"max_staleness": steps}}}
+        message = rf"max_staleness=2, and this run has {steps}\. Resume with max_staleness=2, or leave max_staleness out"
+        refused_before_the_engine(run, tmp_path, checkpoint, message, **saving | other)
+    pool = copy.copy(whole.trainer._run.in_flight)
+    for world, message in ((2, "ranks=1, and this run has 2"), (1, r"trlx_hybrid_in_flight_1\.pt is missing")):
+        pool._session = SimpleNamespace(ranks=SimpleNamespace(rank=1, world=world))  # a rank that saved nothing
+        pool._settings = pool._settings | {"ranks": world}
+        with pytest.raises(ConfigError, match=message):
+            pool.start(checkpoint)
     in_flight(run, tmp_path, "none", resume=checkpoint, **saving | {"hybrid": {"engine": "vllm"}})
     assert "has rows in flight, and this run keeps none" in caplog.text
 
@@ -173,7 +230,7 @@ def test_what_it_cannot_serve_is_refused_before_an_engine_is_built(run, tmp_path
 
 
 @pytest.mark.parametrize("size", [1, 2], ids=["an engine on each", "one engine over both"])
-def test_two_ranks(two_processes, size):
+def test_two_ranks(run, tmp_path, two_processes, size):
     ranks = two_processes(Path(__file__).parent / "scripts" / "in_flight_distributed.py", size)
     for rank in ranks:
         assert [len(batch) for batch in rank["whole"]] == [8] * 6
@@ -188,3 +245,5 @@ def test_two_ranks(two_processes, size):
     seen = Counter(tuple(t["prompt_ids"]) for rank in ranks for batch in rank["whole"] for t in batch)
     assert len(seen) == sum(seen.values()) // 4  # no prompt twice: the dataset has more than the run trains
     assert set(seen) <= {tuple(prompt) for prompt in ranks[0]["prompts"]}
+    checkpoint = tmp_path / "whole" / "checkpoint-3"
+    refused_before_the_engine(run, tmp_path, checkpoint, "with ranks=2, and this run has 1. Resume with ranks=2")

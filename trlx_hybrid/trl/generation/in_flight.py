@@ -124,7 +124,6 @@ class InFlight:
             "num_generations": completions,
             "ranks": session.ranks.world,
         }
-        self._checkpoint: Path | None = None
         self.start(None)
 
     @property
@@ -134,10 +133,35 @@ class InFlight:
         return f"rows in flight: for up to {steps} optimizer steps, {self._in_flight} rows at a time on each rank"
 
     def start(self, checkpoint: str | None) -> None:
-        """Begin a training run with an empty pool, or with that of a checkpoint."""
+        """Begin a training run with an empty pool, or with that of a checkpoint. Called before the engine starts.
+
+        Raises:
+            ConfigError: the checkpoint's pool is that of a run with other settings, or this rank's part of it is lost.
+        """
         self._pool = Pool(self._size, self._depth)
         self._order: PromptOrder | None = None
-        self._checkpoint = None if checkpoint is None else Path(checkpoint)
+        self._resumed = None if checkpoint is None else self._read(Path(checkpoint))
+
+    def _read(self, checkpoint: Path) -> dict[str, Any] | None:
+        """Return what `save` has written into a checkpoint on this rank; None where the run had no rows in flight. The
+        settings are those of rank 0's file where this rank has none, so that all ranks find the same fault."""
+        own, first = read_file(self._file(checkpoint)), read_file(checkpoint / FILE.format(rank=0))
+        found: dict[str, Any] | None = own or first
+        if found is None:
+            return None
+        for name, here in self._settings.items():
+            if found["settings"][name] != here:
+                raise ConfigError(
+                    f"{checkpoint} has rows in flight of a run with {name}={found['settings'][name]}, and this run has "
+                    f"{here}. Resume with {name}={found['settings'][name]}, or leave max_staleness out of "
+                    "rollout_options: then these rows are dropped, and a later checkpoint can be resumed with any."
+                )
+        if own is None:
+            raise ConfigError(
+                f"{checkpoint} has the rows in flight of rank 0, and {self._file(checkpoint).name} is missing: it is not "
+                "whole, or on another node's disk. Resume from another checkpoint, or from storage that all nodes share."
+            )
+        return found
 
     def begin_epoch(self, trainer: StockTrainer, loader: Any, trained: int) -> None:
         """Begin to read ahead, if this is the first epoch of a training run, or go on where the checkpoint was written.
@@ -145,25 +169,15 @@ class InFlight:
         Args:
             loader: the training data loader, at the beginning of the epoch.
             trained: the number of the epoch's micro-batches that are not read again.
-
-        Raises:
-            ConfigError: the checkpoint's pool is that of a run with other settings.
         """
         if self._order is not None:
             return
         repeats = micro_batches_of_a_rollout(trainer)
         self._order = PromptOrder(loader, self._completions, repeats)
-        state = None if self._checkpoint is None else read_file(self._file(self._checkpoint))
+        state, self._resumed = self._resumed, None
         if state is None:
             self._order.skip(math.ceil(trained / repeats) * self._size)  # the rest of the last batch is kept
             return
-        differing = [name for name, value in self._settings.items() if state["settings"][name] != value]
-        if differing:
-            name = differing[0]
-            raise ConfigError(
-                f"{self._checkpoint} has rows in flight of a run with {name}={state['settings'][name]}, and this run "
-                f"has {self._settings[name]}. Resume with the same setting."
-            )
         self._pool.load_state(state["pool"])
         self._order.load_state(state["order"])
 

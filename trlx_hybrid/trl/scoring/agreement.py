@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..refusals import SCORER, overriding, own_rollout
-from ..stock import mode_of
-from . import shape
+from . import divergence, shape
 
 if TYPE_CHECKING:
     from ..state import RunState
@@ -36,7 +35,7 @@ def check(
     if session.selection.stock or not {shape.OLD, shape.SAMPLED} <= batch.keys():
         return
     if shape.STALENESS in batch:
-        shape.log_staleness(trainer._metrics[mode_of(trainer)], session.ranks, batch)
+        divergence.log_staleness(trainer, session.ranks, batch)
     source, again = session.sampler.source, batch if whole is None else whole
     session.versions.check_batch(
         session.live_engine,

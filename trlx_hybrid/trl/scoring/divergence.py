@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..stock import mode_of
+from .shape import OLD, SAMPLED, STALENESS
 
 if TYPE_CHECKING:
     from ...interprocess.ranks import Ranks
@@ -27,6 +28,11 @@ RATIO = tuple(f"sampling/importance_sampling_ratio/{name}" for name in ("min", "
 OF_SEQUENCES = ("sequence_mask", "sequence_truncate")
 """Modes of TRL's importance-sampling correction (`vllm_importance_sampling_mode`) that compute one ratio per
 sequence."""
+
+CURRENT_GAP, STALE_GAP = "sampling/current_logp_difference", "sampling/stale_logp_difference"
+PARTS = ("staleness_0", "staleness_1", "staleness_2_up", "short", "medium", "long")
+"""Names of the metrics of rows in flight: differences of log-probs; and parts of a batch's tokens, whose mean importance
+ratio is logged as `sampling/ratio/…`, and the share of tokens whose ratio was cut as `sampling/cut/…`."""
 
 UNSCORED = "ratio/unscored_tokens"
 """The metric: number of a rollout's tokens without a log-prob, over all ranks. Logged only where there are any."""
@@ -83,16 +89,61 @@ def importance_ratio(trainer: StockTrainer, old: Tensor, sampled: Tensor, mask: 
     Returns:
         (B, T), or (B, 1) for the modes that take whole sequences.
     """
-    difference = torch.nan_to_num((old - sampled) * mask, nan=0.0)
-    mode = trainer.vllm_importance_sampling_mode
-    if mode in OF_SEQUENCES:
-        difference = difference.sum(dim=-1, keepdim=True)
-    ratio = torch.exp(difference)
+    ratio, mode = _whole_ratio(trainer, old, sampled, mask), trainer.vllm_importance_sampling_mode
     low, high = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
     if mode in ("sequence_truncate", "token_truncate"):
         return torch.clamp(ratio, min=low, max=high)
     low, high = -math.inf if low is None else low, math.inf if high is None else high
     return ratio.masked_fill((ratio < low) | (ratio > high), value=0.0)
+
+
+def _whole_ratio(trainer: StockTrainer, old: Tensor, sampled: Tensor, mask: Tensor) -> Tensor:
+    """Return the ratio that `importance_ratio` cuts at its bounds."""
+    difference = torch.nan_to_num((old - sampled) * mask, nan=0.0)
+    if trainer.vllm_importance_sampling_mode in OF_SEQUENCES:
+        difference = difference.sum(dim=-1, keepdim=True)
+    return torch.exp(difference)
+
+
+def log_staleness(trainer: StockTrainer, ranks: Ranks, batch: Mapping[str, Any]) -> None:
+    """Log how far engine and trainer differ for parts of a batch of rows in flight. The parts are the tokens by their
+    staleness, and the tokens of the rows by their length (`thirds`). Collective; it waits for the device once.
+
+    Args:
+        batch: this rank's rows, with the log-probs of trainer and engine and the staleness of each token.
+    """
+    old, sampled, age = batch[OLD], batch[SAMPLED], batch[STALENESS]
+    mask = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool() & ~sampled.isnan()
+    ratio, whole = (of(trainer, old, sampled, mask).expand_as(old) for of in (importance_ratio, _whole_ratio))
+    values = [(old - sampled).abs().nan_to_num(), ratio, ratio != whole, mask]
+    third = thirds(trainer.accelerator.gather(mask.sum(1)))[ranks.rank * len(mask) :][: len(mask), None]
+    of_rows = ((third == place).expand_as(mask) for place in range(3))
+    parts = torch.stack([age == 0, age == 1, age > 1, *of_rows]) & mask
+    sums = torch.einsum("pbt,vbt->pv", parts.double(), torch.stack([value.double() for value in values]))
+    found = ranks.total(sums).tolist()
+    metrics = trainer._metrics[mode_of(trainer)]
+    stale = [one + other for one, other in zip(found[1], found[2], strict=True)]
+    for name, (gap, _, _, tokens) in ((CURRENT_GAP, found[0]), (STALE_GAP, stale)):
+        if tokens:
+            metrics[name].append(gap / tokens)
+    for part, (_, ratios, cut, tokens) in zip(PARTS, found, strict=True):
+        if tokens:
+            metrics[f"sampling/ratio/{part}"].append(ratios / tokens)
+            metrics[f"sampling/cut/{part}"].append(cut / tokens)
+
+
+def thirds(lengths: Tensor) -> Tensor:
+    """Return for each row of a batch the third that it belongs to, 0 for the short, 1 for the medium and 2 for the long
+    rows. Rows are ordered by length, and rows of one length by their place in the batch. Rows without a token do not
+    count.
+
+    Args:
+        lengths: (rows,) int, the number of trained tokens of each row of all ranks.
+    """
+    places = torch.empty_like(lengths)
+    places[lengths.argsort(stable=True)] = torch.arange(len(lengths), device=lengths.device)
+    empty = (lengths == 0).sum()
+    return ((places - empty) * 3 // (len(lengths) - empty).clamp(min=1)).clamp(min=0)
 
 
 def log_divergence(

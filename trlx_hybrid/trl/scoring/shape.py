@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from torch import Tensor
 from ...contract.support import BOUNDS, WORDS
 from ...routing import EXPERTS
 from ...weights.verify import disagreement
-
-if TYPE_CHECKING:
-    from ...interprocess.ranks import Ranks
 
 EVERY = 250
 """The number of optimizer steps from one step with a measurement to the next. The first step is measured."""
@@ -34,12 +31,11 @@ SHAPE, ROUNDING = (tuple(f"ratio/{part}/{name}" for name in ("mean", "max")) for
 micro-batch with the row alone, ROUNDING the engine with the row alone."""
 
 OLD, SAMPLED = "old_per_token_logps", "sampling_per_token_logps"
-CURRENT_GAP, STALE_GAP = "sampling/current_logp_difference", "sampling/stale_logp_difference"
-"""Names of the metrics that `log_staleness` logs."""
+"""Keys in TRL's batches for the log-probs of the trainer and of the engine, (B, T) float."""
+
 STALENESS = "token_staleness"
 """The key in batches of rows in flight: for each token, (B, T), the optimizer steps between its sampling and the
 batch."""
-"""Keys in TRL's batches for the log-probs of the trainer and of the engine, (B, T) float."""
 
 PICTURES = ("pixel_values", "image_grid_thw", "num_images", "token_type_ids", "mm_token_type_ids")
 """Keys in TRL's batches of rows with images, whose values do not have one entry per row."""
@@ -140,23 +136,6 @@ def log(metrics: dict[str, list[float]], of_ranks: Tensor) -> None:
         for names, at in ((SHAPE, 0), (ROUNDING, 2)):
             metrics[names[0]].append(sums[at] / sums[4])
             metrics[names[1]].append(largest[at + 1])
-
-
-def log_staleness(metrics: dict[str, list[float]], ranks: Ranks, batch: Mapping[str, Any]) -> None:
-    """Log the mean absolute difference of log-probs between engine and trainer, apart for tokens that were sampled with
-    the batch's weights and with earlier ones. Collective.
-
-    Args:
-        metrics: TRL's training metrics.
-        batch: this rank's rows of a batch of rows in flight.
-    """
-    gap, current = (batch[OLD] - batch[SAMPLED]).abs().nan_to_num(), compared(batch)
-    stale = batch["completion_mask"].bool() & ~batch[SAMPLED].isnan() & ~current
-    sums = [value.double() for tokens in (current, stale) for value in (gap[tokens].sum(), tokens.sum())]
-    of_current, currents, of_stale, stales = ranks.total(torch.stack(sums)).tolist()
-    for name, total, tokens in ((CURRENT_GAP, of_current, currents), (STALE_GAP, of_stale, stales)):
-        if tokens:
-            metrics[name].append(total / tokens)
 
 
 def furthest(batch: Mapping[str, Any], nats: float) -> int:

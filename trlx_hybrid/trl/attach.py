@@ -207,6 +207,7 @@ def attach(trainer: StockTrainer, chosen: Chosen, starts: Callable[[int], None])
         _put_engine(trainer, session)
     if config.rollout_only:
         session.notes.append("rollout_only: batches are sampled and scored, and nothing is trained")
+    in_flight = _rows_in_flight(trainer, session, chosen)  # before a replay compares the settings
     return RunState(
         session=session,
         checkpoints=Checkpoints(session),
@@ -215,7 +216,7 @@ def attach(trainer: StockTrainer, chosen: Chosen, starts: Callable[[int], None])
         recorder=None if config.record is None else Recorder(session, config.record),
         replay=None if chosen.replayed is None else Replay(trainer, chosen.replayed),
         step_metrics=steps,
-        in_flight=_rows_in_flight(trainer, session),
+        in_flight=in_flight,
         left_out_by=left_out_by,
         borrowed=BORROWED,
     )
@@ -330,16 +331,18 @@ def _replay_routers(trainer: StockTrainer, chosen: Chosen) -> None:
     trainer.session.router_replay = RouterReplay(trainer.session.policy.base)
 
 
-def _rows_in_flight(trainer: StockTrainer, session: Session) -> InFlight | None:
+def _rows_in_flight(trainer: StockTrainer, session: Session, chosen: Chosen) -> InFlight | None:
     """Return the rows in flight of the run, or None. TRL's default correction masks whole sequences by the product of
-    their tokens' ratios, which is far from 1 where the weights have changed; so it becomes one by token.
+    their tokens' ratios, which is far from 1 where the weights have changed; so it becomes one by token, also in a
+    replay of rows that were in flight, which has no rows in flight itself.
 
     Source: AReaL (arXiv:2505.24298, section 5.2), the decoupled objective.
     """
     found, args = in_flight_of(trainer, session), trainer.args
-    if found is None:
+    replays = chosen.replayed is not None and trainer._base_name == "GRPO"
+    if found is None and not (replays and session.config.options("rollout").get("max_staleness")):
         return None
-    session.notes.append(found.note)
+    session.notes.append("a replay of rows in flight" if found is None else found.note)
     default = type(args).__dataclass_fields__["vllm_importance_sampling_mode"].default
     if trainer.vllm_importance_sampling_mode == default:
         args.vllm_importance_sampling_mode = trainer.vllm_importance_sampling_mode = BY_TOKEN_RATIO

@@ -32,10 +32,12 @@ def check(
         SyncError: engine and trainer differ.
     """
     session = run.session
-    if session.selection.stock or not {shape.OLD, shape.SAMPLED} <= batch.keys():
+    if not {shape.OLD, shape.SAMPLED} <= batch.keys():
         return
-    if shape.STALENESS in batch:
+    if shape.STALENESS in batch:  # also in a replay, which has no engine
         divergence.log_staleness(trainer, session.ranks, batch)
+    if session.selection.stock:
+        return
     source, again = session.sampler.source, batch if whole is None else whole
     session.versions.check_batch(
         session.live_engine,

@@ -8,10 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.data_loader import prepare_data_loader
+from hypothesis import given as drawn
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 from transformers import TrainerCallback
+from trl.trainer.utils import RepeatSampler
 from trlx_hybrid import GRPOTrainer, hookimpl
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+from trlx_hybrid.trl.generation.in_flight import PromptOrder
 from trlx_hybrid_trajectories.record import read
 
 LENGTH = 24
@@ -124,11 +131,15 @@ def test_what_is_logged_recorded_and_replayed_knows_the_weights_of_each_token(ru
     assert all(torch.equal(value, weights[name]) for name, value in again.weights().items())
 
 
-@pytest.mark.parametrize("rows", [16, 5], ids=["within an epoch", "over three epochs"])
-def test_every_row_is_trained_once(run, tmp_path, prompts, rows):
-    dataset = {"train_dataset": prompts.select(range(rows))}
+@pytest.mark.parametrize(
+    ("rows", "given"),
+    [(16, {}), (5, {}), (5, {"dataloader_drop_last": True, "max_steps": -1, "num_train_epochs": 3})],
+    ids=["within an epoch", "over three epochs", "three epochs without a last batch that is not full"],
+)
+def test_every_row_is_trained_once(run, tmp_path, prompts, rows, given):
+    dataset = {"train_dataset": prompts.select(range(rows)), **given}
     done, batches, _ = in_flight(run, tmp_path, **dataset)
-    usual = run(GRPOTrainer, hybrid={"engine": "vllm"}, **SETTINGS, **dataset)
+    usual = run(GRPOTrainer, hybrid={"engine": "vllm"}, **SETTINGS | dataset)
     assert sorted(done.recorder.prompts) == sorted(usual.recorder.prompts)
     assert done.recorder.prompts != usual.recorder.prompts  # they come in another order
     assert all(len(batch) == 8 for batch in batches)
@@ -145,6 +156,29 @@ def test_a_resumed_run_goes_on_to_the_token(run, tmp_path, prompts, step, rows):
     assert resumed == batches[step:]  # tokens, log-probs, versions and rewards
     assert again.logs[:-1] == whole.logs[:-1]  # the last is the mean loss of the steps that this process took
     assert all(torch.equal(value, weights[name]) for name, value in again.weights().items())
+
+
+@examples(max_examples=50)
+@drawn(
+    st.fixed_dictionaries(
+        {name: st.integers(1, 3) for name in ("groups", "completions", "world", "repeats")}
+        | {"rows": st.integers(9, 20), "drop_last": st.booleans(), "rank": st.integers(0, 2)}
+    )
+)
+def test_prompts_are_read_ahead_in_the_loaders_order(plan):
+    """On each rank, over epochs whose last batch would not be full."""
+    rank, completions, of_rank = plan["rank"] % plan["world"], plan["completions"], plan["groups"] * plan["completions"]
+
+    def loader():
+        sampler = RepeatSampler(range(plan["rows"]), completions, plan["groups"] * plan["world"], plan["repeats"], seed=1)
+        whole = DataLoader(range(plan["rows"]), of_rank, sampler=sampler, drop_last=plan["drop_last"], collate_fn=list)
+        return prepare_data_loader(whole, num_processes=plan["world"], process_index=rank, put_on_device=False)
+
+    usual = loader()
+    wanted = [row for _ in range(3) for batch in [*usual][:: plan["repeats"]] for row in batch[::completions]]
+    order = PromptOrder(loader(), completions, plan["repeats"])
+    assert [next(order) for _ in wanted] == wanted
+    assert len(wanted) == 3 * (plan["rows"] // (plan["groups"] * plan["world"])) * plan["groups"]
 
 
 def test_without_staleness_each_batch_is_sampled_to_its_end(run):

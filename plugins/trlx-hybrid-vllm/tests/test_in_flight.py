@@ -55,6 +55,16 @@ class Weights(TrainerCallback):
         self.of_version.append(copy.deepcopy(model.state_dict()))
 
 
+class GeneratorKept(TrainerCallback):
+    """Restores torch's generator after an evaluation, whose data loader draws from it; TRL shuffles batches by it."""
+
+    def on_step_end(self, *args, **kwargs):
+        self.state = torch.get_rng_state()
+
+    def on_evaluate(self, *args, **kwargs):
+        torch.set_rng_state(self.state)
+
+
 def in_flight(run, tmp_path, name="run", **given):
     kept, weights = Trajectories(), Weights()
     settings = SETTINGS | {"hybrid": IN_FLIGHT, "output_dir": str(tmp_path / name)} | given
@@ -200,6 +210,12 @@ def test_an_evaluation_beside_rows_in_flight_changes_nothing(run, tmp_path, prom
         assert (one.completion_ids, one.weight_versions) == (other.completion_ids, other.weight_versions)
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
     assert sum("eval_loss" in entry for entry in evaluated.trainer.state.log_history) == SETTINGS["max_steps"]
+    evaluated.close()
+    again, *_ = in_flight(run, tmp_path, "again", train=False, **evaluating)
+    again.trainer.add_callback(GeneratorKept())
+    again.trainer.train()
+    weights = usual.weights()
+    assert all(torch.equal(value, weights[name]) for name, value in again.weights().items())
 
 
 def test_batches_of_several_steps_count_them(run, tmp_path):

@@ -237,6 +237,19 @@ def test_an_engines_sync_is_in_it_and_an_mfu_that_is_known():
     assert said == "rollout 2.00s (sync 0.05s), loss 1.23s, optimizer 0.10s, 900 tokens, MFU 41%"
 
 
+def test_a_rollout_in_two_parts_has_one_sync(run):
+    trainer = run(GRPO, hybrid=METERED, train=False).trainer
+    steps, session = trainer._run.step_metrics, trainer.session
+    steps.on_step_begin()
+    with steps.micro_batch():
+        for seconds, wanted in ((2.0, 2.0), (1.0, 3.0)):
+            session.metrics = {"hybrid/sync_seconds": seconds}
+            for _ in range(2):  # sampled, and handed to TRL
+                with steps.part("rollout"):
+                    pass
+            assert steps._step.sync == wanted
+
+
 def test_rows_in_flight_are_in_it():
     found = {"rollout_seconds": 2.0, "scoring_seconds": 0.0, "loss_seconds": 1.0, "optimizer_seconds": 0.1}
     rollout = {"hybrid/staleness/mean": 0.44, "hybrid/staleness/max": 2.0, "hybrid/in_flight/rows": 12.0}

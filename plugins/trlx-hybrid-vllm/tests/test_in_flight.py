@@ -180,7 +180,8 @@ def test_prompts_are_read_ahead_in_the_loaders_order(plan):
     rank, completions, of_rank = plan["rank"] % plan["world"], plan["completions"], plan["groups"] * plan["completions"]
 
     def loader():
-        sampler = RepeatSampler(range(plan["rows"]), completions, plan["groups"] * plan["world"], plan["repeats"], seed=1)
+        groups = plan["groups"] * plan["world"]
+        sampler = RepeatSampler(range(plan["rows"]), completions, groups, plan["repeats"], seed=1)
         whole = DataLoader(range(plan["rows"]), of_rank, sampler=sampler, drop_last=plan["drop_last"], collate_fn=list)
         return prepare_data_loader(whole, num_processes=plan["world"], process_index=rank, put_on_device=False)
 
@@ -249,7 +250,7 @@ def test_a_checkpoint_of_other_settings_is_refused_and_one_without_in_flight_row
     checkpoint = str(tmp_path / "whole" / "checkpoint-2")
     for steps in (1, 3):
         other = {"hybrid": {"engine": "vllm", "rollout_options": {"max_staleness": steps}}}
-        message = rf"max_staleness=2, and this run has {steps}\. Resume with max_staleness=2, or leave max_staleness out"
+        message = rf"max_staleness=2, and this run has {steps}\. Resume with max_staleness=2, or leave max_staleness"
         refused_before_the_engine(run, tmp_path, checkpoint, message, **saving | other)
     pool = copy.copy(whole.trainer._run.in_flight)
     for world, message in ((2, "ranks=1, and this run has 2"), (1, r"trlx_hybrid_in_flight_1\.pt is missing")):

@@ -158,8 +158,8 @@ class InFlight:
                 )
         if own is None:
             raise ConfigError(
-                f"{checkpoint} has the rows in flight of rank 0, and {self._file(checkpoint).name} is missing: it is not "
-                "whole, or on another node's disk. Resume from another checkpoint, or from storage that all nodes share."
+                f"{checkpoint} has the rows in flight of rank 0, and {self._file(checkpoint).name} is missing: it was "
+                "lost, or is on another node's disk. Resume from another checkpoint, or from a folder that all nodes share."
             )
         return found
 

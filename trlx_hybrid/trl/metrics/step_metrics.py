@@ -236,8 +236,8 @@ def line(found: dict[str, float], sync: float, rollout: Mapping[str, Any] = Mapp
     Args:
         found: the metrics by name, without the prefix `hybrid/step/`.
         sync: seconds of weight syncs.
-        rollout: the metrics of the rollout. Those of rows in flight are shown: the mean staleness of the batch's tokens,
-            in optimizer steps, and the number of rows that go on.
+        rollout: the metrics of the rollout. Those of rows in flight are shown: the staleness of the batch's tokens, in
+            optimizer steps, and the number of rows that go on.
     """
     seconds = {part: found[f"{part}_seconds"] for part in PARTS}
     parts = {part: f"{part} {took:.2f}s" for part, took in seconds.items() if took >= 0.005}

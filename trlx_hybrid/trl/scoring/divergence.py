@@ -31,8 +31,8 @@ sequence."""
 
 CURRENT_GAP, STALE_GAP = "sampling/current_logp_difference", "sampling/stale_logp_difference"
 PARTS = ("staleness_0", "staleness_1", "staleness_2_up", "short", "medium", "long")
-"""Names of the metrics of rows in flight: differences of log-probs; and parts of a batch's tokens, whose mean importance
-ratio is logged as `sampling/ratio/…`, and the share of tokens whose ratio was cut as `sampling/cut/…`."""
+"""Names of the metrics of rows in flight: differences of log-probs; and parts of a batch's tokens, whose mean
+importance ratio is logged as `sampling/ratio/…`, and the share of tokens whose ratio was cut as `sampling/cut/…`."""
 
 UNSCORED = "ratio/unscored_tokens"
 """The metric: number of a rollout's tokens without a log-prob, over all ranks. Logged only where there are any."""

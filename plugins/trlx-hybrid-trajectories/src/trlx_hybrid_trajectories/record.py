@@ -68,8 +68,8 @@ class Recorded:
         special_ids: the trajectory's token ids that are special tokens, such as EOS.
         completion: the completion as text or as chat messages, in a form that JSON can hold; images and the like are
             replaced by a short note.
-        weight_versions: for each token of the completion the version of the weights that sampled it; None where those of
-            the batch sampled all of them.
+        weight_versions: for each token of the completion the version of the weights that sampled it; None where the
+            weights of the batch sampled all of them.
     """
 
     line: int
@@ -289,7 +289,8 @@ def _row(trajectory: Trajectory, texts: TokenTexts, step: int, training: bool) -
 def _runs(versions: Sequence[int] | None) -> list[tuple[int, int]] | None:
     """Return the version of each token in a short form: each run of equal versions as (version, number of tokens). None
     stays None."""
-    return None if versions is None else [(int(version), len(list(run))) for version, run in itertools.groupby(versions)]
+    runs = itertools.groupby(versions or ())
+    return None if versions is None else [(int(version), len(list(run))) for version, run in runs]
 
 
 def _of_runs(runs: Any) -> list[int] | None:

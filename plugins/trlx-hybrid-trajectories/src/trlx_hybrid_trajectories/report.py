@@ -231,8 +231,8 @@ def curves(logs: Sequence[tuple[int, JsonObject]]) -> dict[str, Series]:
     """Group the logged metrics into charts.
 
     The charts of `FIRST` come first. Other metrics share a chart of `TOGETHER`, or one if their names have the same
-    prefix, which is the part before the last "/". If the prefix begins with "hybrid", they must also have the same unit. Metrics of evaluations
-    (`eval_…`) are drawn in the charts of the training metrics.
+    prefix, which is the part before the last "/". If the prefix begins with "hybrid", they must also have the same
+    unit. Metrics of evaluations (`eval_…`) are drawn in the charts of the training metrics.
 
     Args:
         logs: (optimizer step, metrics) for each line that the trainer logged.

@@ -159,7 +159,7 @@ class InFlight:
         if own is None:
             raise ConfigError(
                 f"{checkpoint} has the rows in flight of rank 0, and {self._file(checkpoint).name} is missing: it was "
-                "lost, or is on another node's disk. Resume from another checkpoint, or from a folder that all nodes share."
+                "lost, or is on another node's disk. Resume from another checkpoint, or from a folder that all share."
             )
         return found
 

@@ -19,6 +19,7 @@ from trlx_hybrid import GRPOTrainer, hookimpl
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.trl.generation.in_flight import PromptOrder
+from trlx_hybrid.trl.scoring.divergence import thirds
 from trlx_hybrid_trajectories.record import read
 
 LENGTH = 24
@@ -139,6 +140,12 @@ def test_what_is_logged_recorded_and_replayed_knows_the_weights_of_each_token(ru
     for replayed, log in zip(again.logs[:-1], done.logs[:-1], strict=True):
         assert replayed == log
     assert all(torch.equal(value, weights[name]) for name, value in again.weights().items())
+
+
+def test_rows_are_short_medium_or_long_among_those_of_all_ranks():
+    assert thirds(torch.tensor([5, 0, 1, 9, 9, 2, 0])).tolist() == [1, 0, 0, 1, 2, 0, 0]
+    assert thirds(torch.tensor([3, 3, 3, 3, 3, 3])).tolist() == [0, 0, 1, 1, 2, 2]
+    assert thirds(torch.tensor([0, 0])).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(

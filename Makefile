@@ -3,8 +3,10 @@ PYTHON ?= python3
 PIP_ARGS ?=
 # For two cores: tests also wait, for processes that start and deadlines that pass.
 WORKERS ?= 3
+# For some dozen tests: each worker imports the whole stack.
+FEW ?= 2
 BIN := .venv/bin
-CPU := HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=ERROR TORCH_CPP_LOG_LEVEL=ERROR TOKENIZERS_PARALLELISM=false
+CPU := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=ERROR TORCH_CPP_LOG_LEVEL=ERROR TOKENIZERS_PARALLELISM=false
 LAUNCH := --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
 .PHONY: help quickstart test test-slow test-gpu test-faults test-kills test-versions test-vision test-4bit models lint types docs bench check clean
@@ -80,7 +82,7 @@ test-kills: .venv/dev
 
 # The newest versions that are served. On the oldest, the same tests are a part of `make test`.
 test-versions: .venv-newest/run
-	$(CPU) .venv-newest/bin/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS) \
+	$(CPU) .venv-newest/bin/python -m pytest -n $(FEW) --dist worksteal $(ARGS) \
 		$(patsubst %,plugins/trlx-hybrid-vllm/tests/test_%.py,engine bad_input scheduler lora_sync model_generate) \
 		plugins/trlx-hybrid-training/tests/test_packed.py::test_packed_is_what_padded_is tests/test_trl_internals.py
 
@@ -90,7 +92,7 @@ test-versions: .venv-newest/run
 
 # The longest first: at the end there is less to wait for.
 test-vision: .venv-vision/run
-	$(CPU) .venv-vision/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "slow or not slow" $(ARGS) \
+	$(CPU) .venv-vision/bin/python -m pytest -n $(FEW) --dist worksteal -m "slow or not slow" $(ARGS) \
 		'tests/whole_runs/test_on_a_cpu.py::test_episodes_are_recorded_and_replayed_and_sampled_without_training[gallery.py-pictures]' \
 		plugins/trlx-hybrid-ray/tests/test_two_hosts.py::test_a_model_that_sees_images_is_served_by_one_engine_over_both \
 		$(patsubst %,plugins/trlx-hybrid-%/tests/test_images.py,vllm reshard multiturn ray) \
@@ -100,12 +102,12 @@ test-vision: .venv-vision/run
 		tests/test_examples.py::test_squares_are_counted tests/test_models.py::test_a_row_with_torchvision
 
 test-4bit: .venv-4bit/run
-	$(CPU) .venv-4bit/bin/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS) \
+	$(CPU) .venv-4bit/bin/python -m pytest -n $(FEW) --dist worksteal $(ARGS) \
 		plugins/trlx-hybrid-vllm/tests/test_four_bits.py tests/whole_runs/test_on_a_cpu.py::test_a_base_in_4_bits \
 		$(patsubst %,tests/test_recipes.py::test_%,a_run_holds_what_was_forecast a_recipe_trains_a_tiny_model)
 
 test-deepspeed: .venv-deepspeed/run
-	$(CPU) .venv-deepspeed/bin/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS) \
+	$(CPU) .venv-deepspeed/bin/python -m pytest $(ARGS) \
 		tests/whole_runs/test_on_a_cpu.py::test_zero3
 
 # OpenEnv and verifiers ask for versions that clash with vLLM's: each has an environment of its own, without torch.

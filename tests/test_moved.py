@@ -22,9 +22,8 @@ def not_imported(monkeypatch):
     for former in MOVED:
         monkeypatch.delitem(sys.modules, former, raising=False)
         parent, _, name = former.rpartition(".")
-        if not importlib.util.find_spec(parent) or vars(sys.modules.get(parent, trlx_hybrid)).get(name) is None:
-            continue
-        monkeypatch.delattr(sys.modules[parent], name)
+        if parent in sys.modules and vars(sys.modules[parent]).get(name) is not None:
+            monkeypatch.delattr(sys.modules[parent], name)
 
 
 @pytest.mark.parametrize("former", MOVED)

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
@@ -82,7 +82,7 @@ class Session:
             scores.
         experts: with router replay, one int16 array (tokens, layers, experts per token) for each row sampled last: the
             experts that the engine routed its tokens to.
-        sampled: completions of the batch for which TRL is about to ask, where rows stay in flight; else None.
+        sampled: completions or conversations of the batch that TRL is about to ask for, where rows stay in flight.
         endings: how the completions of the current rollout ended.
         over_support: whether log-probs are computed over only those token ids that top-k, top-p and the like have left:
             completions must then list these ids (`Completion.support`).
@@ -156,7 +156,7 @@ class Session:
         self.router_replay: RouterReplay | None = None
         self.positions: Positions | None = None
         self.experts: list[npt.NDArray[np.int16]] = []
-        self.sampled: list[Completion] | None = None
+        self.sampled: list[Completion] | list[Conversation] | None = None
         self.endings = Endings()
         self.over_support, self.supports = over_support, Supports()
         self._left = False
@@ -270,8 +270,9 @@ class Session:
         Raises:
             StaleWeightsError: outside of a rollout phase, or the policy changed within it.
         """
-        completions, self.sampled = self.sampled, None
-        if completions is None:
+        known, self.sampled = self.sampled, None
+        completions = cast("list[Completion]", known)
+        if known is None:
             self._require_current()
             assert self.rollout is not None
             run = functools.partial(self.rollout.run, self)
@@ -294,15 +295,17 @@ class Session:
 
         Raises:
             StaleWeightsError: outside of a rollout phase, or the policy changed within it.
-            ComponentError: the rollout failed, or returned something else than a conversation per dialogue.
+            ComponentError: the rollout failed, or did not return a conversation per dialogue.
         """
-        self._require_current()
-        assert self.rollout is not None
-        request = self.sampler.converse(self.live_engine, [d.prompt_ids for d in dialogues], num_generations)
-        source = self.sampler.source
-        assert source is not None
-        returned = asked(source, self.rollout, "converse", self, dialogues, limits, request)
-        conversations = source.conversations(returned, len(dialogues))
+        known, self.sampled = self.sampled, None
+        conversations = cast("list[Conversation]", known)
+        if known is None:
+            self._require_current()
+            source = self.sampler.source
+            assert source is not None
+            request = self.sampler.converse(self.live_engine, [d.prompt_ids for d in dialogues], num_generations)
+            returned = asked(source, self.rollout, "converse", self, dialogues, limits, request)
+            conversations = source.conversations(returned, len(dialogues))
         for dialogue, conversation in zip(dialogues, conversations, strict=True):
             self.endings.add(dialogue.prompt_ids, conversation.completion_ids, conversation.finish_reason)
             self.supports.add(dialogue.prompt_ids, conversation.completion_ids, conversation.support)
@@ -336,8 +339,7 @@ class Session:
 
     @property
     def adviser(self) -> PluginInfo | None:
-        """The former name of `advantages_plugin`, which tests written by `trlx-hybrid new` read. It gives a
-        FutureWarning."""
+        """The former name of `advantages_plugin`, which tests written by `trlx-hybrid new` read."""
         warnings.warn("session.adviser is session.advantages_plugin now.", FutureWarning, stacklevel=2)
         return self.advantages_plugin
 
@@ -473,8 +475,7 @@ class Session:
         return self.memory.free_bytes()
 
     def weights_changed(self) -> None:
-        """Record that code outside of the optimizer changed the policy's weights, perhaps frozen ones: the next rollout
-        syncs all of them. Call it on every rank."""
+        """Record, on every rank, that code outside of the optimizer changed weights: the next rollout syncs all."""
         self.versions.changed()
         if self.weights is not None:
             asked(self.versions.source, self.weights, "forget")

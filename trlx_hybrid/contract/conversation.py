@@ -7,9 +7,9 @@ These types are the interface between them.
 from __future__ import annotations
 
 from asyncio import AbstractEventLoop
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .types import Completion, Request
 
@@ -106,6 +106,8 @@ class Conversation:
         unparsed: why the last turn is plain text: the exception of `Dialogue.parse`; None where the turn was parsed.
         failure: why the conversation broke off, or None.
         finish_reason: how the last turn ended, see `Completion`.
+        weight_versions: the version of the weights that sampled each token, or, of observed tokens, the version when
+            they were observed; empty where one version sampled all.
     """
 
     completion_ids: list[int] = field(default_factory=list)
@@ -121,6 +123,7 @@ class Conversation:
     unparsed: str | None = None
     failure: str | None = None
     finish_reason: str | None = None
+    weight_versions: list[int] = field(default_factory=list)
 
     def sampled(self, completion: Completion) -> None:
         """Append a completion that the model sampled."""
@@ -153,6 +156,130 @@ class Conversation:
         if self.support is None:
             self.support = known.unsampled(len(self.completion_ids), known.vocabulary)
         self.support += known.unsampled(tokens, known.vocabulary) if support is None else support
+
+
+@dataclass(slots=True, eq=False)
+class PooledRow:
+    """One completion that is sampled in one or several rollouts, finished or not.
+
+    Attributes:
+        token_ids, logprobs: the sampled tokens, and their log-probs.
+        versions: for each token, the version of the weights that sampled it.
+        rollouts: the number of rollouts in which it was sampled.
+        finish_reason: why it ended ("stop" or "length"); None until then.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    rollouts: int = 0
+    finish_reason: str | None = None
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any]) -> PooledRow:
+        """Return the row that a checkpoint holds as plain data."""
+        return cls(**state)
+
+    @property
+    def over(self) -> bool:
+        """True where it has ended."""
+        return self.finish_reason is not None
+
+    @property
+    def tokens(self) -> int:
+        """The number of its tokens so far, without the prompt."""
+        return len(self.token_ids)
+
+    def extend(self, sampled: Completion, version: int) -> None:
+        """Append the tokens that one rollout has sampled.
+
+        Args:
+            sampled: these tokens with their log-probs; its `finish_reason` is None if the row is interrupted.
+            version: the version of the weights that sampled them.
+        """
+        self.token_ids += sampled.token_ids
+        self.logprobs += [of_token[0] for of_token in sampled.logprobs or [[None]] * len(sampled.token_ids)]
+        self.versions += [version] * len(sampled.token_ids)
+        self.finish_reason = sampled.finish_reason
+        self.rollouts += 1
+
+    def completion(self) -> Completion:
+        """Return all of its tokens as one completion."""
+        return Completion(
+            token_ids=self.token_ids,
+            logprobs=[[logprob] for logprob in self.logprobs],
+            logprob_token_ids=[[token] for token in self.token_ids],
+            finish_reason=self.finish_reason,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class PooledConversation:
+    """One conversation that is played in one or several rollouts, over or not, with all that is needed to go on.
+
+    Attributes:
+        conversation: the conversation so far, without the turn that is being sampled.
+        turn: the turn that is being sampled.
+        requests: the number of requests by which it was sampled: of turns, and of the parts of turns that were
+            interrupted. Seeds are made from it.
+        counts: the numbers of calls, of failed calls and of mended answers before the calls that are being made. Where
+            the conversation goes on in another process, it counts from these, and these calls are made again.
+        seconds: wall time of its rollouts so far, in seconds; tools may have worked for longer.
+        over: whether it has ended.
+    """
+
+    conversation: Conversation = field(default_factory=Conversation)
+    turn: PooledRow = field(default_factory=PooledRow)
+    requests: int = 0
+    counts: tuple[int, int, int] = (0, 0, 0)
+    seconds: float = 0.0
+    over: bool = False
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any]) -> PooledConversation:
+        """Return the conversation that a checkpoint holds as plain data."""
+        turns = [Turn(**turn) for turn in state["conversation"]["turns"]]
+        conversation = Conversation(**{**state["conversation"], "turns": turns})
+        return cls(**{**state, "conversation": conversation, "turn": PooledRow(**state["turn"])})
+
+    @property
+    def tokens(self) -> int:
+        """The number of its tokens so far, without the prompt."""
+        return len(self.conversation.completion_ids) + self.turn.tokens
+
+
+class ConversationPool(Protocol):
+    """The conversations of this rank that stay in flight over several rollouts, as a rollout component sees them in
+    `Rollout.play`. The object is the same in all rollouts of a training run, and another one in the next."""
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of each conversation."""
+
+    @property
+    def in_flight(self) -> int:
+        """The number of conversations that are played at a time, those that wait for tools included."""
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that sample in this rollout."""
+
+    def unfinished(self) -> Sequence[PooledConversation]:
+        """Return the conversations that are not over, in the order in which they are to be played."""
+
+    def begin(self) -> Sequence[PooledConversation]:
+        """Begin the conversations of the next prompt, and return them; none where no further ones may begin in this
+        rollout."""
+
+    def dialogue(self, row: PooledConversation) -> Dialogue:
+        """Return the prompt and the tools of a conversation, for this rollout."""
+
+    def request(self, row: PooledConversation) -> RequestMaker:
+        """Return a function that makes the engine's requests for a conversation. It has one seed for each value of
+        `PooledConversation.requests`."""
+
+    def batch(self) -> Sequence[PooledConversation] | None:
+        """Return the conversations of the batch, all over; None where the rollout has to go on."""
 
 
 RequestMaker = Callable[[int, int, list[int], list[Any] | None, int | None], Request]

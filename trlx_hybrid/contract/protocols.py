@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..config import HybridConfig
     from ..interprocess.ranks import Ranks
     from ..policy.policy import Policy
-    from .conversation import Conversation, Dialogue, Limits, RequestMaker
+    from .conversation import Conversation, ConversationPool, Dialogue, Limits, RequestMaker
     from .support import KeptTokens
 
 NamedTensors = Iterable[tuple[str, "Tensor"]]
@@ -55,13 +55,11 @@ class Run(Protocol):
 
     @property
     def weights(self) -> WeightSync | None:
-        """The weight sync, which brings the policy's weights into the engine. None before the engine is built, and for
-        the whole run where TRL itself generates."""
+        """The weight sync, which brings the policy's weights into the engine. None where `engine` is None."""
 
     @property
     def rollout(self) -> Rollout | None:
-        """The rollout component, which turns prompts into completions. None before the engine is built, and for the
-        whole run where TRL itself generates."""
+        """The rollout component, which turns prompts into completions. None where `engine` is None."""
 
     @property
     def sampling(self) -> Sampling:
@@ -110,8 +108,7 @@ class Run(Protocol):
 
     @property
     def header_lines(self) -> list[str]:
-        """The lines that rank 0 printed when the run started: its components, why they were chosen, its memory. Empty
-        until they are printed."""
+        """The lines that rank 0 printed when the run started: its components, and why; its memory. Empty before."""
 
     @property
     def held_bytes(self) -> Mapping[Phase, Mapping[str, int]]:
@@ -122,8 +119,7 @@ class Run(Protocol):
         """Return how many bytes of the policy's device are free now."""
 
     def weights_changed(self) -> None:
-        """Tell the run that code outside of the optimizer changed weights, so that the next rollout syncs all of them.
-        Call it on every rank."""
+        """Tell the run, on every rank, that other code than the optimizer changed weights: the next sync moves all."""
 
 
 class Stream(Protocol):
@@ -149,7 +145,7 @@ class Stream(Protocol):
         """Let the engine take one step, if it has anything to do.
 
         Args:
-            more: whether this rank still has unfinished requests, or will add some later.
+            more: whether this rank has unfinished requests, or will add some.
 
         Returns:
             A (key, completion) pair for each request that finished, and whether any rank passed `more=True` or has
@@ -302,8 +298,7 @@ class WeightSync(Protocol):
         return
 
     def note(self) -> str | None:
-        """Return a text on this weight sync that is printed with the run's settings when it starts, or None. Called on
-        every rank, after `open`."""
+        """Return a text on this weight sync that is printed when the run starts, or None. Called on every rank."""
         return None
 
     def sync(self) -> LoadReport:
@@ -366,6 +361,11 @@ class Rollout(Protocol):
             request: makes the engine's request for a turn of a dialogue.
         """
         raise ComponentError(f"rollout {self.name!r} runs no conversations")
+
+    def play(self, session: Run, pool: ConversationPool) -> None:
+        """Play a pool's conversations until `pool.batch()` is complete, and interrupt the others: their tokens are
+        kept, and the next call goes on from them. Tool calls go on meanwhile. Only with `Component.interrupts`."""
+        raise ComponentError(f"rollout {self.name!r} keeps no conversations in flight")
 
     def close(self) -> None:
         """Stop the rollout's threads and processes. Called when the session or its engine closes."""

@@ -12,68 +12,38 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..contract.types import Completion, Request
+from ..contract.conversation import PooledConversation, PooledRow
 
 if TYPE_CHECKING:
     from ..contract.protocols import Stream
-
-
-@dataclass(slots=True, eq=False)
-class PooledRow:
-    """One completion, finished or not.
-
-    Attributes:
-        token_ids, logprobs: the sampled tokens, and their log-probs.
-        versions: for each token, the version of the weights that sampled it.
-        rollouts: the number of rollouts in which it was sampled.
-        finish_reason: why it ended ("stop" or "length"); None until then.
-    """
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float | None] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    rollouts: int = 0
-    finish_reason: str | None = None
-
-    def extend(self, sampled: Completion, version: int) -> None:
-        """Append the tokens that one rollout has sampled.
-
-        Args:
-            sampled: these tokens with their log-probs; its `finish_reason` is None if the row is interrupted.
-            version: the version of the weights that sampled them.
-        """
-        self.token_ids += sampled.token_ids
-        self.logprobs += [of_token[0] for of_token in sampled.logprobs or [[None]] * len(sampled.token_ids)]
-        self.versions += [version] * len(sampled.token_ids)
-        self.finish_reason = sampled.finish_reason
-        self.rollouts += 1
+    from ..contract.types import Request
 
 
 @dataclass(slots=True, eq=False)
 class PooledGroup:
-    """The completions of one prompt, which are trained together.
+    """The completions or conversations of one prompt, which are trained together.
 
     Attributes:
         number: the number of groups of this rank that began before it; their seeds are made from it.
         index: the number of the prompt's row in the dataset.
         prompt_ids: token ids of the prompt.
         due: the number of the batch that trains it at the latest.
-        rows: its completions.
+        rows: its completions or conversations.
     """
 
     number: int
     index: int
     prompt_ids: list[int]
     due: int
-    rows: list[PooledRow]
+    rows: list[Any]
 
     @property
     def complete(self) -> bool:
-        """True where all completions have ended."""
-        return all(row.finish_reason is not None for row in self.rows)
+        """True where all rows have ended."""
+        return all(row.over for row in self.rows)
 
 
 class Pool:
@@ -82,6 +52,7 @@ class Pool:
     Args:
         size: the number of groups that a batch takes from this rank.
         depth: the number of batches for which a group may wait after the one in whose rollout it began.
+        row: the class of its rows: completions or conversations.
 
     Attributes:
         groups: the groups, in the order in which they began.
@@ -89,8 +60,8 @@ class Pool:
         begun: the number of groups that have begun.
     """
 
-    def __init__(self, size: int, depth: int) -> None:
-        self._size, self._depth = size, depth
+    def __init__(self, size: int, depth: int, row: type[PooledRow] | type[PooledConversation] = PooledRow) -> None:
+        self._size, self._depth, self._row = size, depth, row
         self.groups: list[PooledGroup] = []
         self.batch = self.begun = 0
 
@@ -107,9 +78,9 @@ class Pool:
 
         Args:
             index: the number of the prompt's row in the dataset.
-            completions: the number of its completions.
+            completions: the number of its completions or conversations.
         """
-        rows = [PooledRow() for _ in range(completions)]
+        rows = [self._row() for _ in range(completions)]
         group = PooledGroup(self.begun, index, prompt_ids, self.batch + self._depth, rows)
         self.begun += 1
         self.groups.append(group)
@@ -137,7 +108,8 @@ class Pool:
         """Take what `state` returned."""
         self.batch, self.begun = state["batch"], state["begun"]
         self.groups = [
-            PooledGroup(**{**group, "rows": [PooledRow(**row) for row in group["rows"]]}) for group in state["groups"]
+            PooledGroup(**{**group, "rows": [self._row.restored(row) for row in group["rows"]]})
+            for group in state["groups"]
         ]
 
 
@@ -171,7 +143,7 @@ class PoolRollout:
         self._pool, self._stream, self._in_flight, self._version = pool, stream, in_flight, version
         self._begin, self._request = begin, request
         self._waiting = deque(
-            (group, place) for group in pool.groups for place, row in enumerate(group.rows) if row.finish_reason is None
+            (group, place) for group in pool.groups for place, row in enumerate(group.rows) if not row.over
         )
         self._running: dict[int, PooledRow] = {}
         self.steps = self.sampled = self.alone = 0

@@ -373,6 +373,14 @@ UNSPLIT = ("stop", "min_tokens", "max_tokens", "detokenize")
 cannot go on in another request."""
 
 
+def _uninterrupted(facts: Facts) -> str:
+    rollout = facts.trainer.session.selection.rollout
+    if not getattr(facts.trainer, "tools", None) or (rollout is not None and rollout.component.interrupts):
+        return ""
+    named = "rollout" if rollout is None else str(rollout.component)
+    return f"conversations of the {named} cannot be interrupted"
+
+
 def _unsplit(facts: Facts) -> str:
     sampling = facts.trainer.session.sampling
     setting = sampling.truncated_by() or sampling.reweighted_by() or next(filter(sampling.extra.get, UNSPLIT), "")
@@ -405,12 +413,12 @@ IN_FLIGHT = Option(
             lambda f: _where(getattr(f.trainer, "rollout_func", None), "a rollout_func samples its rows"),
         ),
         Refusal(
-            "tools or environments",
+            "environments",
             lambda f: _where(
-                getattr(f.trainer, "tools", None) or getattr(f.trainer, "environment_factories", None),
-                "its rows have several turns",
+                getattr(f.trainer, "environment_factories", None), "TRL resets its environments before each batch"
             ),
         ),
+        Refusal("tools, with a rollout whose conversations cannot be interrupted", _uninterrupted),
         Refusal(
             "a model with images", lambda f: _where(getattr(f.trainer, "_is_vlm", False), "its model takes images")
         ),

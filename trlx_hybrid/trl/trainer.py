@@ -386,15 +386,15 @@ class HybridTrainer(Base):
         batch.conversations = None
         early = begun_early(self, run, run.borrowed.parse_response, prompts)
         phase = session.rollout_phase(self.model.training) if session.sampled is None else nullcontext()
-        with run.generation(), run.part("rollout"), phase, tool_calling.forgiving(self, run), early:
+        forgiving = tool_calling.forgiving(self, run.unparsed, lambda: batch.conversations)
+        with run.generation(), run.part("rollout"), phase, forgiving, early:
             batch.generated = tool_calling.with_images(self, super()._generate(prompts))
         truncation.note_truncated(self, run)
         if batch.to_be_scored and run.left_out_by is not None:
             batch.supports = kept_ids.rows_of(self, batch.generated)
         if "reward functions" not in run.said and not stock and session.ranks.rank == 0:
             functions, tools = getattr(self, "reward_funcs", ()), bool(getattr(self, "tools", None))
-            parse = run.borrowed.parse_response
-            unseen_parts.warn(functions, batch.generated[0], self.processing_class, parse, tools)
+            unseen_parts.warn(functions, batch.generated[0], self.processing_class, run.borrowed.parse_response, tools)
         run.said.add("reward functions")
         return batch.generated
 

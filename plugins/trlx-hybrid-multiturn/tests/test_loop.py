@@ -20,13 +20,14 @@ class Script:
     def __init__(self, shared=False, others=0):
         self.shared, self.others = shared, others  # steps that other ranks still have to do
         self.left, self.events, self.clock, self.steps, self.most = {}, [], 0.0, 0, 0
+        self.asked = {}
         self.breaks_at = None
         self.hook = lambda: None
 
     def add(self, request):
         key = len([event for event in self.events if event[0] == "add"])
         self.events.append(("add", key))
-        self.left[key] = request.max_tokens
+        self.left[key] = self.asked[key] = request.max_tokens
         self.most = max(self.most, len(self.left))
         return key
 
@@ -45,7 +46,10 @@ class Script:
         over = [key for key, left in self.left.items() if left <= 0]
         for key in over:
             del self.left[key]
-        return [(key, Completion(token_ids=[key])) for key in over], more or self.others > 0
+        return [(key, Completion(token_ids=[key], finish_reason="stop")) for key in over], more or self.others > 0
+
+    def sampled(self, key):
+        return Completion(token_ids=[key] * (self.asked[key] - self.left[key]))
 
     @property
     def busy(self):
@@ -54,11 +58,14 @@ class Script:
 
 class Watching:
     def __init__(self):
-        self.steps, self.moves = [], []
+        self.steps, self.moves, self.pieces = [], [], []
 
     def stepped(self, seconds, sampling, finished):
         assert seconds >= 0
         self.steps.append((sampling, len(finished)))
+
+    def interrupted(self, sampled):
+        self.pieces += [len(piece.token_ids) for piece in sampled]
 
     def moved(self, done, sampling, calling):
         self.moves.append((done, sampling, calling))
@@ -380,3 +387,174 @@ def test_no_rank_makes_the_others_wait_for_its_tools(drive, monkeypatch):
     drive(stream, [talk(log, 0, 1, tool)], wait=2 * PATIENCE)
     assert of(log, 0)[-2:] == [1, "ends"]
     assert 10 * 0.02 <= time.monotonic() - started < PATIENCE
+
+
+# --- several rollouts -------------------------------------------------------------------------------------------------
+
+
+class Playing:
+    """What records a trajectory's time."""
+
+    def __init__(self, seconds=0.0):
+        self.seconds = seconds
+
+
+async def in_pieces(log, name, *waits):
+    """As `talk`, but a completion may take several rollouts."""
+    log.append((name, "starts"))
+    try:
+        for wait in waits:
+            if not isinstance(wait, int):
+                log.append((name, (await wait.call()).value))
+                continue
+            while wait:
+                got = await sampling(wait)
+                log.append((name, len(got.token_ids) if got.finish_reason is None else "sampled"))
+                wait = 0 if got.finish_reason else wait - len(got.token_ids)
+    except OutOfTimeError:
+        log.append((name, "out of time"))
+    log.append((name, "ends"))
+
+
+@pytest.fixture
+def rollouts(monkeypatch):
+    """`rollouts(first, trajectories, ...)`: a loop, and a function that plays its next rollout on a stream, for a
+    number of steps of the engine, or until a condition holds."""
+
+    def start(first, trajectories, *, width=100, seconds=None):
+        monkeypatch.setattr(loop_module, "WAIT", 0.001)
+        now = [0.0]
+        streams = [first]
+
+        def clock():
+            return now[0] + streams[-1].clock
+
+        monkeypatch.setattr(
+            loop_module, "time", SimpleNamespace(monotonic=clock, perf_counter=time.perf_counter, sleep=time.sleep)
+        )
+        watching = Watching()
+        loop = Loop(first, watching, width=width, seconds=seconds)
+        playing = [Playing() for _ in trajectories]
+        loop.add(zip(trajectories, playing, strict=True))
+
+        def play(stream, over, training=0.0, begin=lambda: ()):
+            now[0] += streams[-1].clock + training
+            streams.append(stream)
+            if isinstance(over, int):
+                steps = over
+                over = lambda: stream.steps >= steps  # noqa: E731
+            loop.go_on(stream, watching, begin, over)
+
+        return loop, play, watching, playing
+
+    return start
+
+
+def test_an_interrupted_request_goes_on_in_the_next_rollout(rollouts):
+    log, one, two = [], Script(), Script()
+    _, play, watching, _ = rollouts(one, [in_pieces(log, name, 2, 5) for name in "ab"])
+    play(one, 4)
+    assert of(log, "a") == of(log, "b") == ["starts", "sampled", 2]
+    assert watching.pieces == [2, 2]
+    assert one.events == [("add", key) for key in range(4)]  # what is left is not asked of a stream that ends
+    play(two, 3)
+    assert of(log, "a") == of(log, "b") == ["starts", "sampled", 2, "sampled", "ends"]
+    assert [two.asked[key] for key in (0, 1)] == [3, 3]
+
+
+def test_held_requests_come_in_the_order_in_which_their_trajectories_began(rollouts):
+    """Whatever the order in which they were interrupted, or their tools answered."""
+    log, one, two = [], Script(), Script()
+    tool = Tool()
+    one.hook = lambda: one.steps == 3 and tool.done(Outcome(value="answer"))
+    _, play, _, _ = rollouts(one, [in_pieces(log, "a", tool, 11), in_pieces(log, "b", 2, 12), in_pieces(log, "c", 13)])
+    play(one, 3)
+    play(two, 1)
+    assert [two.asked[key] for key in range(3)] == [11, 11, 10]
+
+
+def test_tools_go_on_between_rollouts(rollouts):
+    log, one, two, tool = [], Script(), Script(), Tool()
+    loop, play, _, _ = rollouts(one, [in_pieces(log, "slow", tool, 2), in_pieces(log, "other", 2)])
+    play(one, lambda: ("other", "ends") in log)  # not held up
+    assert of(log, "slow") == ["starts"]
+    tool.done(Outcome(value="in between"))
+    assert of(log, "slow") == ["starts"]  # its trajectory waits for the next rollout
+    play(two, lambda: ("slow", "ends") in log)
+    assert of(log, "slow") == ["starts", "in between", "sampled", "ends"]
+    assert not tool.reasons
+    loop.close()
+
+
+def test_time_between_rollouts_does_not_count(rollouts):
+    log, streams = [], [Script() for _ in range(3)]
+    loop, play, _, playing = rollouts(streams[0], [in_pieces(log, "a", 100)], seconds=12.0)
+    play(streams[0], 5)
+    assert playing[0].seconds == 5.0
+    play(streams[1], 5, training=1000.0)
+    assert playing[0].seconds == 10.0
+    assert of(log, "a") == ["starts", 5, 5]
+    play(streams[2], lambda: ("a", "ends") in log, training=1000.0)
+    assert of(log, "a") == ["starts", 5, 5, "out of time", "ends"]
+    assert streams[2].steps <= 4
+    assert ("abort", 0) in streams[2].events
+    loop.add([(in_pieces(log, "restored", 100), Playing(9.0))])  # as from a checkpoint
+    again = Script()
+    play(again, lambda: ("restored", "ends") in log)
+    assert of(log, "restored") == ["starts", "out of time", "ends"]
+    assert again.steps <= 4
+
+
+def test_further_trajectories_begin_as_there_is_room_until_the_rollout_is_over(rollouts):
+    log, one, begun = [], Script(), []
+
+    def begin():
+        if len(begun) == 4:
+            return ()
+        begun.append(len(begun))
+        return [(in_pieces(log, (begun[-1], place), 3), Playing()) for place in range(2)]
+
+    loop, play, watching, _ = rollouts(one, [], width=3)
+    play(one, lambda: ((2, 0), "ends") in log, begin=begin)
+    assert one.most == 3
+    assert begun == [0, 1, 2]
+    assert max(sampling + calling for _, sampling, calling in watching.moves) == 3
+    play(Script(), lambda: ((3, 1), "ends") in log, begin=begin)
+    assert sorted(name for name, what in log if what == "ends") == [
+        (group, place) for group in range(4) for place in (0, 1)
+    ]
+    loop.close()
+
+
+def test_a_rollout_that_earlier_ones_have_completed_takes_no_step(rollouts):
+    log, one, none = [], Script(), Script()
+    loop, play, _, _ = rollouts(one, [in_pieces(log, "a", 5)])
+    play(one, 2)
+    play(none, lambda: True)
+    assert (none.steps, none.events) == (0, [])
+    play(Script(), lambda: ("a", "ends") in log)
+    assert of(log, "a") == ["starts", 2, "sampled", "ends"]
+    loop.close()
+
+
+def test_a_rank_whose_rollout_is_over_asks_nothing_more_of_the_shared_engine(rollouts):
+    """Its requests go on until the others are over, too; what they ask for then is held."""
+    log, one, two = [], Script(shared=True, others=8), Script(shared=True, others=3)
+    loop, play, _, _ = rollouts(one, [in_pieces(log, "a", 4, 6), in_pieces(log, "b", 3)])
+    play(one, lambda: ("b", "ends") in log)
+    assert one.steps == 8
+    assert of(log, "a") == ["starts", "sampled"]
+    assert one.events == [("add", 0), ("add", 1)]
+    play(two, 3)
+    assert two.asked == {0: 6}
+    loop.close()
+
+
+def test_what_ends_a_rollout_early_ends_its_trajectories(rollouts):
+    log, one, tool = [], Script(), Tool()
+    trajectories = [in_pieces(log, "a", 5), in_pieces(log, "b", tool), breaks(log, 2)]
+    _, play, _, _ = rollouts(one, trajectories)
+    with pytest.raises(ValueError, match="mine"):
+        play(one, 4)
+    assert all(inspect.getcoroutinestate(each) == inspect.CORO_CLOSED for each in trajectories)
+    assert tool.reasons == ["was not waited for: the rollout ended."]

@@ -12,18 +12,20 @@ import itertools
 import logging
 import math
 from collections.abc import Iterator
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ...blame import blaming
-from ...contract.types import Completion, Request
+from ...blame import asked, blaming, fault
+from ...contract.conversation import PooledConversation, PooledRow
+from ...contract.types import Request
 from ...errors import ConfigError
 from ...interprocess.copies import copied
 from ...plugins.builtin import SingleTurnOptions
-from ...rollout.pool import Pool, PooledGroup, PooledRow, PoolRollout
+from ...rollout.pool import Pool, PooledGroup, PoolRollout
 from ...rollout.sampler import refuse_empty, refuse_long
 from ...rollout.seeding import preserved_generators
 from ..arguments import rows_of_a_batch
@@ -35,6 +37,8 @@ from ..checkpoint.data_order import (
     write_file,
 )
 from ..refusals import IN_FLIGHT, Facts
+from .pooled_conversations import PooledConversations
+from .tool_calling import refuse_text
 
 if TYPE_CHECKING:
     from ...session import Session
@@ -111,10 +115,19 @@ class InFlight:
         rows: the number of rows that a batch has on this rank.
         completions: the number of completions of a group.
         steps: the number of optimizer steps that are trained on each batch.
+        converses: whether the rows are conversations with tools, which the rollout component plays.
     """
 
-    def __init__(self, session: Session, options: SingleTurnOptions, rows: int, completions: int, steps: int) -> None:
-        self._session, self._completions, self._steps = session, completions, steps
+    def __init__(
+        self,
+        session: Session,
+        options: SingleTurnOptions,
+        rows: int,
+        completions: int,
+        steps: int,
+        converses: bool = False,
+    ) -> None:
+        self._session, self._completions, self._steps, self._converses = session, completions, steps, converses
         self._in_flight = options.rows_at_a_time(rows)
         self._depth = (options.max_staleness - steps + 1) // steps
         self._size = rows // completions
@@ -123,6 +136,7 @@ class InFlight:
             "rows of a batch on each rank": rows,
             "num_generations": completions,
             "ranks": session.ranks.world,
+            "tools": converses,
         }
         self.start(None)
 
@@ -138,7 +152,8 @@ class InFlight:
         Raises:
             ConfigError: the checkpoint's pool is that of a run with other settings, or this rank's part of it is lost.
         """
-        self._pool = Pool(self._size, self._depth)
+        self._pool = Pool(self._size, self._depth, PooledConversation if self._converses else PooledRow)
+        self._conversations: PooledConversations | None = None
         self._order: PromptOrder | None = None
         self._resumed = None if checkpoint is None else self._read(Path(checkpoint))
 
@@ -195,8 +210,8 @@ class InFlight:
     # --- a batch ----------------------------------------------------------------------------------------------------
 
     def batch(self, trainer: StockTrainer, columns: list[str]) -> tuple[Rows, list[list[int]]]:
-        """Sample until a batch's groups are complete. The completions are stored in the session, which hands them to
-        TRL when TRL asks for them. Collective.
+        """Sample until a batch's groups are complete. The completions or conversations are stored in the session, which
+        hands them to TRL when TRL asks for them. Collective.
 
         Args:
             columns: columns of the dataset that the rows get.
@@ -207,28 +222,57 @@ class InFlight:
         """
         session = self._session
         with session.rollout_phase(True):
-            assert session.selection.engine is not None
-            component, version = session.selection.engine.component, session.weight_version
-            source = session.live_engine.stream(session.sampling)
-            with preserved_generators(), blaming(component, "stream"), source as stream:
-                rollout = PoolRollout(
-                    self._pool,
-                    stream,
-                    in_flight=self._in_flight,
-                    version=version,
-                    begin=lambda: self._begin(trainer),
-                    request=self._request,
-                )
-                chosen = rollout.run()
-        rows = [row for group in chosen for row in group.rows]
-        session.sampled = [_completion(row) for row in rows]
-        staleness = [[version - of_token for of_token in row.versions] for row in rows]
-        self._log(rollout, staleness)
+            chosen = self._played(trainer) if self._converses else self._completed(trainer)
+        rows, version = [row for group in chosen for row in group.rows], session.weight_version
+        if self._converses:
+            session.sampled = [row.conversation for row in rows]
+            versions = [row.conversation.weight_versions for row in rows]
+            sampled = [row.conversation.loss_mask for row in rows]
+        else:
+            session.sampled = [row.completion() for row in rows]
+            versions = [row.versions for row in rows]
+            sampled = [[1] * row.tokens for row in rows]
+        staleness = [[version - of_token for of_token in of_row] for of_row in versions]
+        self._log([age for ages, mask in zip(staleness, sampled, strict=True) for age in compress(ages, mask)])
         of_dataset: Rows = []
         for group in chosen:
             row = {name: value for name, value in trainer.train_dataset[group.index].items() if name in columns}
             of_dataset += [copied(row) for _ in group.rows]
         return of_dataset, staleness
+
+    def _completed(self, trainer: StockTrainer) -> list[PooledGroup]:
+        """Sample completions until the groups of a batch are complete, and return these."""
+        session = self._session
+        assert session.selection.engine is not None
+        source = session.live_engine.stream(session.sampling)
+        with preserved_generators(), blaming(session.selection.engine.component, "stream"), source as stream:
+            rollout = PoolRollout(
+                self._pool,
+                stream,
+                in_flight=self._in_flight,
+                version=session.weight_version,
+                begin=lambda: self._begin(trainer),
+                request=self._request,
+            )
+            chosen = rollout.run()
+        steps = max(1, rollout.steps)
+        session.metrics["hybrid/in_flight/occupancy"] = rollout.sampled / steps / self._in_flight
+        session.metrics["hybrid/in_flight/alone"] = rollout.alone / steps
+        return chosen
+
+    def _played(self, trainer: StockTrainer) -> list[PooledGroup]:
+        """Let the rollout component play conversations until the groups of a batch are complete, and return these."""
+        session = self._session
+        if self._conversations is None:
+            self._conversations = PooledConversations(trainer, session, self._pool, self._in_flight, self._begin)
+        self._conversations.next_rollout()
+        assert session.rollout is not None
+        asked(session.sampler.source, session.rollout, "play", session, self._conversations)
+        chosen = self._pool.ready()
+        if chosen is None:
+            raise fault(session.sampler.source, "play", "no complete batch", "one")
+        self._pool.take(chosen)
+        return chosen
 
     def _begin(self, trainer: StockTrainer) -> PooledGroup | None:
         """Begin the group of the next prompt; return None where no further group may begin."""
@@ -237,7 +281,10 @@ class InFlight:
             return None
         assert self._order is not None
         index = next(self._order)
-        prompt_ids = trainer._tokenize_prompts([copied(trainer.train_dataset[index]["prompt"])])[0]
+        prompts = [copied(trainer.train_dataset[index]["prompt"])]
+        if self._converses:
+            refuse_text(prompts)
+        prompt_ids = trainer._tokenize_prompts(prompts)[0]
         refuse_empty(prompt_ids)
         refuse_long(prompt_ids, self._session.live_engine.max_model_len)
         return self._pool.begin(index, list(prompt_ids[0]), self._completions)
@@ -253,15 +300,16 @@ class InFlight:
             max_tokens=sampler.sampling.max_tokens - len(row.token_ids),
         )
 
-    def _log(self, rollout: PoolRollout, staleness: list[list[int]]) -> None:
-        """Add to the rollout's metrics how full the pool was, and how old the batch's tokens are."""
-        unfinished = [row for group in self._pool.groups for row in group.rows if row.finish_reason is None]
-        ages = [age for row in staleness for age in row]
+    def _log(self, ages: list[int]) -> None:
+        """Add to the rollout's metrics how much was interrupted, and how old the batch's sampled tokens are.
+
+        Args:
+            ages: for each of these tokens, the number of optimizer steps between its sampling and the batch.
+        """
+        unfinished = [row for group in self._pool.groups for row in group.rows if not row.over]
         self._session.metrics |= {
             "hybrid/in_flight/rows": float(len(unfinished)),
-            "hybrid/in_flight/tokens": float(sum(len(row.token_ids) for row in unfinished)),
-            "hybrid/in_flight/occupancy": rollout.sampled / max(1, rollout.steps) / self._in_flight,
-            "hybrid/in_flight/alone": rollout.alone / max(1, rollout.steps),
+            "hybrid/in_flight/tokens": float(sum(row.tokens for row in unfinished)),
             "hybrid/staleness/mean": sum(ages) / max(1, len(ages)),
             "hybrid/staleness/max": float(max(ages, default=0)),
         }
@@ -291,7 +339,8 @@ def in_flight_of(trainer: StockTrainer, session: Session) -> InFlight | None:
             f"optimizer steps, so a row that stays in flight is used up to {2 * steps - 1} steps after it began. Give "
             f"max_staleness={2 * steps - 1} or more, or 0."
         )
-    return InFlight(session, options, rows_of_a_batch(args), trainer.num_generations, steps)
+    converses = bool(getattr(trainer, "tools", None))
+    return InFlight(session, options, rows_of_a_batch(args), trainer.num_generations, steps, converses)
 
 
 def stale(staleness: list[list[int]], like: Tensor) -> Tensor:
@@ -326,12 +375,3 @@ def start(in_flight: InFlight | None, checkpoint: str | None) -> None:
             "out, and prompts that were trained ahead of them come again.",
             checkpoint,
         )
-
-
-def _completion(row: PooledRow) -> Completion:
-    return Completion(
-        token_ids=row.token_ids,
-        logprobs=[[logprob] for logprob in row.logprobs],
-        logprob_token_ids=[[token] for token in row.token_ids],
-        finish_reason=row.finish_reason,
-    )

@@ -19,12 +19,11 @@ from ...contract.conversation import Conversation, Dialogue, Limits
 from ...contract.types import Completion
 from ...episodes.answers import Answers
 from ...episodes.tokenizer import own_tokenizer
-from ...episodes.unparsed import UNPARSED, ParsingTokenizer
+from ...episodes.unparsed import UNPARSED, ParsingTokenizer, UnparsedTurns
 from ...errors import ConfigError
 from ...policy.sharded import is_sharded
 
 if TYPE_CHECKING:
-    from ..state import RunState
     from ..stock import StockTrainer
 
 
@@ -49,7 +48,7 @@ def dialogues(
     return [
         Dialogue(
             prompt_ids=list(prompt_ids[index]),
-            parse=_parser(trainer, parse_response, index),
+            parse=parser(trainer, parse_response, _tools_of(trainer, index)),
             decode=functools.partial(trainer._tokenizer.decode, skip_special_tokens=True),
             observe=observe,
             sync_tools=trainer._sync_tool_dicts[index] if _is_grpo(trainer) else trainer._tool_dict,
@@ -232,19 +231,22 @@ def _is_grpo(trainer: StockTrainer) -> bool:
     return bool(trainer._base_name == "GRPO")
 
 
-def _parser(
-    trainer: StockTrainer, parse_response: Callable[..., dict[str, Any]], index: int
+def _tools_of(trainer: StockTrainer, index: int) -> Any:
+    """Return the tools with which the prompt of a row of the batch was rendered."""
+    if getattr(trainer, "environment_factories", None) is not None:
+        return trainer._env_tools[trainer._batch_environments[index]]
+    return trainer.tools
+
+
+def parser(
+    trainer: StockTrainer, parse_response: Callable[..., dict[str, Any]], tools: Any
 ) -> Callable[[list[int], list[int]], dict[str, Any]]:
-    """Return a function of a turn's ids and the ids before it, which parses the turn into a message with the tools that
-    the row's prompt was rendered with.
+    """Return a function of a turn's ids and the ids before it, which parses the turn into a message.
 
     Args:
         parse_response: TRL's function of that name.
-        index: the row in the batch.
+        tools: the tools that the row's prompt was rendered with.
     """
-    tools = trainer.tools
-    if getattr(trainer, "environment_factories", None) is not None:
-        tools = trainer._env_tools[trainer._batch_environments[index]]
     tokenizer = trainer._tokenizer
     if isinstance(tokenizer, ParsingTokenizer):  # the conversation counts what the parser raises
         tokenizer = tokenizer.tokenizer
@@ -252,18 +254,22 @@ def _parser(
 
 
 @contextmanager
-def forgiving(trainer: StockTrainer, run: RunState) -> Iterator[None]:
+def forgiving(trainer: StockTrainer, unparsed: UnparsedTurns, played: Callable[[], object]) -> Iterator[None]:
     """Return a context for a rollout in which a turn that TRL's parser cannot parse counts as plain text; in stock TRL
     the parser's error ends the run.
 
     Turns that cannot be parsed are counted in the metric UNPARSED. In conversations that the rollout component runs,
     the component counts them itself.
 
+    Args:
+        unparsed: the run's counter of such turns.
+        played: returns the conversations that the rollout component has run; None where it has run none.
+
     Raises:
         ConfigError: the parser raised at every turn; raised once everything is sampled.
     """
     tokenizer = getattr(trainer, "_tokenizer", None)
-    if run.session.selection.stock or tokenizer is None:
+    if trainer.session.selection.stock or tokenizer is None:
         yield
         return
     trainer._tokenizer = ParsingTokenizer(tokenizer)
@@ -272,8 +278,8 @@ def forgiving(trainer: StockTrainer, run: RunState) -> Iterator[None]:
         reasons = trainer._tokenizer.reasons
     finally:
         trainer._tokenizer = tokenizer
-    if reasons and run.batch.conversations is None:
-        run.session.metrics[UNPARSED] = float(run.unparsed.ended(reasons))
+    if reasons and played() is None:
+        trainer.session.metrics[UNPARSED] = float(unparsed.ended(reasons))
 
 
 def _discarding(trainer: StockTrainer, index: int) -> Callable[[], None]:

@@ -8,6 +8,7 @@ turn to the budget that is left. Here the request for a turn has the budget that
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable
 
 from trlx_hybrid.contract.conversation import Conversation, Dialogue, Limits, Message, RequestMaker, Turn, images_of
@@ -17,6 +18,8 @@ from trlx_hybrid.episodes.answers import described
 from .loop import Generate, OutOfTimeError
 from .tool_calls import LostCallError, run_calls
 from .tools.runner import ToolRunner
+
+logger = logging.getLogger(__name__)
 
 _NOTHING: tuple[list[Message], list[int]] = ([], [])
 """The value of `ToolEpisode._early` while no tool messages have been rendered in advance: no messages, no token ids."""
@@ -145,9 +148,11 @@ class ToolEpisode(Episode):
         self._dialogue.discard()
 
     async def play(self) -> None:
-        """Play until the model calls no tool, or a limit is reached."""
+        """Play until the model calls no tool, or a limit is reached. A conversation that has begun goes on: with the
+        model's turn, or with the calls of its last message."""
         conversation, dialogue, limits = self.conversation, self._dialogue, self.limits
-        message = await self._speak(dialogue.prompt_ids, None)
+        calling = conversation.messages and conversation.messages[-1]["role"] == "assistant"
+        message = conversation.messages[-1] if calling else await self._speak()
         while message.get("tool_calls") and len(conversation.turns) <= limits.tool_turns:
             try:
                 answers = await run_calls(
@@ -165,17 +170,15 @@ class ToolEpisode(Episode):
             conversation.images += images
             if length == limits.completion_tokens:
                 return  # TRL samples another turn and cuts all of it
-            message = await self._speak(prompt, limits.completion_tokens - length)
+            message = await self._speak()
 
-    async def _speak(self, prompt: list[int], room: int | None) -> Message:
+    async def _speak(self) -> Message:
         """Sample one turn, and return it as an assistant's message; after the first turn, an empty dict if no token was
-        sampled. The first turn may be sampled already, in `dialogue.first`.
-
-        Args:
-            prompt: token ids of the conversation so far.
-            room: the largest number of tokens of the turn; None for as many as the run allows.
-        """
+        sampled. The first turn may be sampled already, in `dialogue.first`, and may have as many tokens as the run
+        allows."""
         conversation, dialogue, first = self.conversation, self._dialogue, not self.conversation.turns
+        prompt = [*dialogue.prompt_ids, *conversation.completion_ids]
+        room = None if first else self.limits.completion_tokens - len(conversation.completion_ids)
         if first and dialogue.first is not None:
             completion = dialogue.first
             self.sampled(completion, len(prompt))
@@ -229,3 +232,8 @@ class ToolEpisode(Episode):
             raise LostCallError(
                 f"what {names} returned cannot be shown to the model: {type(error).__name__}: {error}."
             ) from error
+
+
+def broken(conversation: Conversation) -> None:
+    """Warn that a conversation broke off."""
+    logger.warning("A trajectory broke off and is masked: %s", conversation.failure)

@@ -6,6 +6,10 @@
     wait for a tool only if the engine has nothing to do
 
 The loop runs in the trainer's thread and uses the engine only there. Tools answer from other threads, into a queue.
+
+Where trajectories stay in flight over several rollouts, the loop stops when a batch is complete. What was sampled of
+the unfinished requests goes to their trajectories, which ask for the rest; these requests are held until the loop gets
+the next rollout's stream. Calls of tools go on in between.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import math
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -44,6 +48,10 @@ class Observer(Protocol):
             sampling: number of requests that were being sampled in the step.
             finished: key and completion of each request that the step finished.
         """
+
+    def interrupted(self, sampled: Sequence[Completion]) -> None:
+        """Note what was sampled of the requests that are unfinished at the end of a rollout. Called by `Loop.go_on`
+        only."""
 
     def moved(self, done: int, sampling: int, calling: int) -> None:
         """Note how far the rollout is. Called after each step of the loop.
@@ -126,16 +134,24 @@ There is no asyncio here: its loop would have to run in the trainer's thread, wh
 """
 
 
+class Clock(Protocol):
+    """A record of how long a trajectory has been played, over all its rollouts."""
+
+    seconds: float
+    """Wall time in seconds, without the time between rollouts."""
+
+
 class _Run:
     """The state of a trajectory in progress: its coroutine, its deadline, and the request or call that it waits for."""
 
-    __slots__ = ("abandon", "coroutine", "expires", "key", "waiting_for")
+    __slots__ = ("abandon", "clock", "coroutine", "expires", "key", "waiting_for")
 
-    def __init__(self, coroutine: TrajectoryCoroutine, expires: float) -> None:
+    def __init__(self, coroutine: TrajectoryCoroutine, expires: float, clock: Clock | None = None) -> None:
         self.coroutine = coroutine
         self.expires = expires
+        self.clock = clock
         self.waiting_for: Generate | CallTool | None = None
-        self.key = -1  # key of the request that it waits for
+        self.key = -1  # key of the request that it waits for; -1 where the request is held
         self.abandon: Callable[[str], None] = lambda reason: None
 
 
@@ -153,8 +169,11 @@ class Loop:
         self._stream, self._observer = stream, observer
         self._width, self._seconds = width, math.inf if seconds is None else seconds
         self._inbox: queue.SimpleQueue[tuple[_Run, CallTool, Outcome]] = queue.SimpleQueue()
+        self._waiting: deque[tuple[TrajectoryCoroutine, Clock | None]] = deque()
+        self._begin: Callable[[], Sequence[tuple[TrajectoryCoroutine, Clock]]] = lambda: ()
         self._live: dict[_Run, None] = {}
         self._sampling: dict[int, _Run] = {}
+        self._holds = False  # requests are not added to the stream, but held for the next
         self._done = 0
 
     def run(self, trajectories: Sequence[TrajectoryCoroutine]) -> None:
@@ -163,35 +182,129 @@ class Loop:
         Args:
             trajectories: coroutines that have not been started.
         """
-        waiting = deque(trajectories)
+        self._waiting += [(coroutine, None) for coroutine in trajectories]
         try:
             anyone = True
             while anyone:
-                while waiting and len(self._live) < self._width:
-                    self._start(waiting.popleft())
-                self._deliver()
-                self._expire()
-                busy, sampling, started = self._stream.busy, len(self._sampling), time.perf_counter()
-                finished, anyone = self._stream.step(more=bool(self._live or waiting))
-                if busy:
-                    self._observer.stepped(time.perf_counter() - started, sampling, finished)
-                for key, completion in finished:
-                    self._go_on(self._sampling.pop(key), completion)
-                self._observer.moved(self._done, len(self._sampling), len(self._live) - len(self._sampling))
-                pending = self._live or (anyone and self._stream.shared)  # else all is over, and no answer will come
-                if pending and not (self._stream.busy or (waiting and len(self._live) < self._width)):
-                    self._deliver(self._seconds_to_wait())
+                anyone = self._iterate(lambda: not (self._live or self._waiting))
         finally:
-            for run in self._live:
-                run.abandon("was not waited for: the rollout ended.")
-                run.coroutine.close()
-            for coroutine in waiting:
-                coroutine.close()
+            self.close()
+
+    def go_on(
+        self,
+        stream: Stream,
+        observer: Observer,
+        begin: Callable[[], Sequence[tuple[TrajectoryCoroutine, Clock]]],
+        over: Callable[[], bool],
+    ) -> None:
+        """Go on with the trajectories of earlier rollouts, and start others, until the rollout is over; then interrupt
+        the requests that are unfinished. If a trajectory raises, all are ended, and its exception is raised. Collective
+        where ranks share the engine: trajectories of a rank whose rollout is over go on until it is over everywhere,
+        but their further requests are held.
+
+        Args:
+            stream: the stream of this rollout.
+            observer: is told of its steps.
+            begin: returns further trajectories, which have not been started, and what records their time; none where
+                no further ones may begin in this rollout.
+            over: whether the rollout is over on this rank.
+        """
+        self._stream, self._observer, self._begin, self._done = stream, observer, begin, 0
+        if over() and not stream.shared:  # earlier rollouts have completed the batch
+            return
+        try:
+            self._reopen()
+            anyone = True
+            while anyone and (stream.shared or not self._holds):
+                anyone = self._iterate(over)
+                self._holds = over()
+            self._park()
+        except BaseException:
+            self.close()
+            raise
+
+    def add(self, trajectories: Iterable[tuple[TrajectoryCoroutine, Clock]]) -> None:
+        """Queue trajectories, which have not been started; `go_on` starts them.
+
+        Args:
+            trajectories: coroutines, and what records their time.
+        """
+        self._waiting += trajectories
+
+    def close(self) -> None:
+        """End all trajectories, and abandon the calls of tools."""
+        live, waiting, self._live, self._waiting = self._live, self._waiting, {}, deque()
+        for run in live:
+            run.abandon("was not waited for: the rollout ended.")
+            run.coroutine.close()
+        for coroutine, _ in waiting:
+            coroutine.close()
+
+    def _iterate(self, over: Callable[[], bool]) -> bool:
+        """Start what there is room for, deliver what tools have answered, and let the engine take one step. Wait for a
+        tool where the engine has nothing to do.
+
+        Args:
+            over: whether nothing is left to do on this rank.
+
+        Returns:
+            Whether any rank has something left to do.
+        """
+        while not self._holds and self._can_start():
+            self._start(*self._waiting.popleft())
+        self._deliver()
+        self._expire()
+        busy, sampling, started = self._stream.busy, len(self._sampling), time.perf_counter()
+        finished, anyone = self._stream.step(more=not over())
+        if busy:
+            self._observer.stepped(time.perf_counter() - started, sampling, finished)
+        for key, completion in finished:
+            self._go_on(self._sampling.pop(key), completion)
+        self._observer.moved(self._done, len(self._sampling), len(self._live) - len(self._sampling))
+        pending = not over() or (anyone and self._stream.shared)  # else no answer is needed
+        if pending and not (self._stream.busy or (not self._holds and self._can_start())):
+            self._deliver(self._seconds_to_wait())
+        return anyone
+
+    def _can_start(self) -> bool:
+        """Return whether a trajectory waits and there is room for it."""
+        if len(self._live) >= self._width:
+            return False
+        if not self._waiting:
+            self._waiting += self._begin()
+        return bool(self._waiting)
 
     # --- trajectories go on -----------------------------------------------------------------------------------------
 
-    def _start(self, coroutine: TrajectoryCoroutine) -> None:
-        run = _Run(coroutine, time.monotonic() + self._seconds)
+    def _reopen(self) -> None:
+        """Add the requests that were held to the stream, the oldest trajectory's first. The time since the last rollout
+        does not count."""
+        self._holds, now = False, time.monotonic()
+        for run in self._live:
+            run.expires += now
+            if isinstance(run.waiting_for, Generate):
+                self._submit(run, run.waiting_for)
+
+    def _park(self) -> None:
+        """Interrupt the unfinished requests, and record how long each trajectory has been played.
+
+        What tools have answered by now is delivered, so that trajectories whose tools answer at once all wait for the
+        engine: a resumed run then goes on as this one."""
+        self._holds = True
+        sampling, self._sampling = self._sampling, {}
+        pieces = [(run, self._stream.sampled(key)) for key, run in sampling.items()]
+        self._observer.interrupted([piece for _, piece in pieces])
+        for run, piece in pieces:
+            self._go_on(run, piece)
+        self._deliver()
+        now = time.monotonic()
+        for run in self._live:
+            run.expires -= now
+            if run.clock is not None and math.isfinite(run.expires):
+                run.clock.seconds = self._seconds - run.expires
+
+    def _start(self, coroutine: TrajectoryCoroutine, clock: Clock | None) -> None:
+        run = _Run(coroutine, time.monotonic() + self._seconds - (0.0 if clock is None else clock.seconds), clock)
         self._live[run] = None
         self._go_on(run, None)
 
@@ -207,10 +320,15 @@ class Loop:
             self._done += 1
             return
         if isinstance(awaited, Generate):
-            run.key = self._stream.add(awaited.request)
-            self._sampling[run.key] = run
+            run.key = -1
+            if not self._holds:
+                self._submit(run, awaited)
         else:
             run.abandon = awaited.start(lambda outcome: self._inbox.put((run, awaited, outcome)))
+
+    def _submit(self, run: _Run, awaited: Generate) -> None:
+        run.key = self._stream.add(awaited.request)
+        self._sampling[run.key] = run
 
     # --- tools ------------------------------------------------------------------------------------------------------
 
@@ -234,8 +352,8 @@ class Loop:
         now = time.monotonic()
         for run in [run for run in self._live if run.expires <= now]:
             if isinstance(run.waiting_for, Generate):
-                del self._sampling[run.key]
-                self._stream.abort(run.key)
+                if self._sampling.pop(run.key, None) is not None:  # else its request is held
+                    self._stream.abort(run.key)
             else:
                 run.abandon("was not waited for: its trajectory's time is over.")
             run.expires = math.inf

@@ -8,16 +8,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from trlx_hybrid.contract.conversation import Conversation, Dialogue, Limits, RequestMaker
-from trlx_hybrid.contract.protocols import Run
+from trlx_hybrid.contract.conversation import Conversation, ConversationPool, Dialogue, Limits, RequestMaker
+from trlx_hybrid.contract.protocols import Run, Stream
 from trlx_hybrid.episodes.unparsed import UNPARSED, UnparsedTurns
 from trlx_hybrid.errors import HybridError
 from trlx_hybrid.plugins.builtin import SingleTurn
 
-from .episode import Episode, ToolEpisode
+from .episode import Episode, ToolEpisode, broken
+from .in_flight import ConversationsInFlight
 from .loop import Loop, TrajectoryCoroutine
 from .options import MultiTurnOptions
 from .progress import Progress, heavy_tools, metrics
+from .tool_calls import check_tools
 from .tools.runner import ToolRunner
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,7 @@ class MultiTurn(SingleTurn):
     def __init__(self, session: Run, options: MultiTurnOptions) -> None:
         self.options = options
         self.runner = ToolRunner(options)
+        self._in_flight: ConversationsInFlight | None = None
         self._warned: set[str] = set()
         self._unparsed = UnparsedTurns()
         self._visible = (
@@ -67,17 +70,8 @@ class MultiTurn(SingleTurn):
             ConfigError: a tool cannot run where it is configured to run, or the parser of tool calls fails at the last
                 turn of every row.
         """
-        self.runner.check(
-            {name: tool for d in dialogues for name, tool in d.sync_tools.items()},
-            {name: tool for d in dialogues for name, tool in d.run_tools.items()},
-            {name for d in dialogues for name in d.async_tools},
-        )
-        turns = limits.tool_turns if self.options.max_turns is None else self.options.max_turns - 1
-        limits = Limits(
-            completion_tokens=limits.completion_tokens,
-            model_tokens=limits.model_tokens,
-            tool_turns=min(limits.tool_turns, turns),
-        )
+        check_tools(dialogues, self.runner)
+        limits = self.options.limited(limits)
         failed = self.failures(len(dialogues))
         episodes = [ToolEpisode(i, d, limits, request, self.runner, failed) for i, d in enumerate(dialogues)]
         conversations = [episode.conversation for episode in episodes]
@@ -85,6 +79,32 @@ class MultiTurn(SingleTurn):
         self.run_trajectories(session, trajectories, conversations)
         session.metrics[UNPARSED] = float(self._unparsed.ended([c.unparsed for c in conversations]))
         return conversations
+
+    def play(self, session: Run, pool: ConversationPool) -> None:
+        """Play a pool's conversations until those of a batch are over. The others stay in flight.
+
+        Args:
+            session: the run, with its engine and metrics.
+            pool: the conversations, over all rollouts.
+
+        Raises:
+            TrajectoriesFailedError: more conversations of the batch broke off than the option `max_failed` allows.
+            ConfigError: as in `converse`.
+        """
+        if self._in_flight is None or self._in_flight.pool is not pool:
+            self._end_in_flight()
+            self._in_flight = ConversationsInFlight(pool, self.options, self.runner)
+        progress = Progress(len(pool.unfinished()), self.runner, self._visible)
+        with self._rollout(session, progress) as stream:
+            batch = self._in_flight.play(session, stream, progress)
+        conversations = [row.conversation for row in batch]
+        failed = self.failures(len(conversations), warn=False)
+        for conversation in conversations:
+            if conversation.failure is not None:
+                failed(conversation)
+        self._measure(session, conversations, progress, stream)
+        session.metrics.update(progress.in_flight(pool.in_flight))
+        session.metrics[UNPARSED] = float(self._unparsed.ended([c.unparsed for c in conversations]))
 
     def run_trajectories(
         self, session: Run, trajectories: Sequence[TrajectoryCoroutine], conversations: Sequence[Conversation]
@@ -97,29 +117,45 @@ class MultiTurn(SingleTurn):
             conversations: the results, one for each coroutine. A coroutine fills its conversation, from which the
                 statistics are then computed.
         """
-        options, runner = self.options, self.runner
-        runner.usage.clear()
-        progress = Progress(len(trajectories), runner, self._visible)
+        options = self.options
+        progress = Progress(len(trajectories), self.runner, self._visible)
+        with self._rollout(session, progress) as stream:
+            width = options.max_trajectories or len(trajectories)
+            Loop(stream, progress, width=width, seconds=options.max_seconds).run(trajectories)
+        self._measure(session, conversations, progress, stream)
+
+    @contextmanager
+    def _rollout(self, session: Run, progress: Progress) -> Iterator[Stream]:
+        """Open a stream of the engine for a rollout, whose bar is closed at the end."""
+        self.runner.usage.clear()
         try:
             with (
-                _switching_every(options.switch_interval),
+                _switching_every(self.options.switch_interval),
                 session.live_engine.stream(session.sampling) as stream,
             ):
-                width = options.max_trajectories or len(trajectories)
-                Loop(stream, progress, width=width, seconds=options.max_seconds).run(trajectories)
+                yield stream
         finally:
             progress.close()
-        session.metrics.update(metrics(conversations, runner.usage, progress, stream))
-        for tool, sentence in heavy_tools(runner.usage, progress, runner).items():
+
+    def _measure(self, session: Run, conversations: Sequence[Conversation], progress: Progress, stream: Stream) -> None:
+        """Add a rollout's statistics to the run's metrics, and warn of tools that slow it down."""
+        session.metrics.update(metrics(conversations, self.runner.usage, progress, stream))
+        for tool, sentence in heavy_tools(self.runner.usage, progress, self.runner).items():
             if tool not in self._warned:
                 self._warned.add(tool)
                 logger.warning(sentence)
 
     def close(self) -> None:
-        """End the threads and processes of tools."""
+        """End the conversations in flight, and the threads and processes of tools."""
+        self._end_in_flight()
         self.runner.close()
 
-    def failures(self, total: int) -> Callable[[Conversation], None]:
+    def _end_in_flight(self) -> None:
+        if self._in_flight is not None:
+            self._in_flight.close()
+            self._in_flight = None
+
+    def failures(self, total: int, warn: bool = True) -> Callable[[Conversation], None]:
         """Return a function to be called with each conversation of a batch that breaks off.
 
         The function counts them, and raises TrajectoriesFailedError when there are more than the option `max_failed`
@@ -127,6 +163,7 @@ class MultiTurn(SingleTurn):
 
         Args:
             total: number of conversations in the batch.
+            warn: whether the function also logs a warning.
         """
         share = self.options.max_failed
         allowed = max(1, int(share * total)) if share else 0
@@ -134,7 +171,8 @@ class MultiTurn(SingleTurn):
 
         def failed(conversation: Conversation) -> None:
             causes[str(conversation.failure)] += 1
-            logger.warning("A trajectory broke off and is masked: %s", conversation.failure)
+            if warn:
+                broken(conversation)
             if causes.total() > allowed:
                 listed = "; ".join(f"{cause} ({count} times)" for cause, count in causes.most_common(5))
                 raise TrajectoriesFailedError(

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from trlx_hybrid.contract.conversation import Limits
 from trlx_hybrid.episodes.answers import CHARACTERS, NOTE
 from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.plugins.builtin import SingleTurnOptions
 
 Mode = Literal["thread", "process", "main"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -20,7 +22,7 @@ def _ranks_here() -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MultiTurnOptions:
+class MultiTurnOptions(SingleTurnOptions):
     """Options in `HybridConfig.rollout_options` for `rollout="multi_turn"`. All limits are per rank.
 
     Attributes:
@@ -51,6 +53,9 @@ class MultiTurnOptions:
         switch_interval: seconds between the interpreter's thread switches during a rollout. Shorter than Python's
             0.005, so that the thread that steps the engine waits less for tools that compute.
         progress: show a progress bar, where the trainer shows one.
+        max_staleness, in_flight: as in `single_turn`, for conversations: those that are unfinished when a batch is
+            complete stay in flight. A conversation that waits for a tool counts among the `in_flight`, and its calls go
+            on while the trainer trains.
         record, record_limit: the older way to set the options of these names in `plugin_options["trajectories"]`, which
             record the trajectories of any rollout.
     """
@@ -72,6 +77,7 @@ class MultiTurnOptions:
     record_limit: int = 8
 
     def __post_init__(self) -> None:
+        SingleTurnOptions.__post_init__(self)  # `super()` fails in a dataclass with slots
         for name, mode in {"tools": self.tools, **self.tool_modes}.items():
             if mode not in MODES:
                 raise ConfigError(f"rollout_options: {name!r} is to run in {mode!r}; choose one of {', '.join(MODES)}.")
@@ -85,3 +91,12 @@ class MultiTurnOptions:
             raise ConfigError(f"rollout_options: max_hung must be 0 or more, got {self.max_hung}.")
         if not 0 <= self.max_failed <= 1:
             raise ConfigError(f"rollout_options: max_failed is a share from 0 to 1, got {self.max_failed}.")
+
+    def limited(self, limits: Limits) -> Limits:
+        """Return the limits of a conversation, with the turns that the option `max_turns` allows."""
+        turns = limits.tool_turns if self.max_turns is None else self.max_turns - 1
+        return Limits(
+            completion_tokens=limits.completion_tokens,
+            model_tokens=limits.model_tokens,
+            tool_turns=min(limits.tool_turns, turns),
+        )

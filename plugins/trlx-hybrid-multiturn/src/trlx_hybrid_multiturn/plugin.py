@@ -27,6 +27,7 @@ def trlx_register(registry: Registry) -> None:
         options=MultiTurnOptions,
         needs={"streams"},
         converses=True,
+        interrupts=True,
         summary="multi-turn rollouts with tools, each trajectory asynchronous",
     )
 

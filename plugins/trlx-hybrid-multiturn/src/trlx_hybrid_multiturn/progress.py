@@ -56,6 +56,14 @@ class Progress:
         self._steps[sampling, self._runner.busy > 0].append(seconds)
         self.tokens += sum(len(completion.token_ids) for _, completion in finished)
 
+    def interrupted(self, sampled: Sequence[Completion]) -> None:
+        """Count the tokens of requests that are unfinished at the end of the rollout.
+
+        Args:
+            sampled: what was sampled of each in this rollout.
+        """
+        self.tokens += sum(len(completion.token_ids) for completion in sampled)
+
     def moved(self, done: int, sampling: int, calling: int) -> None:
         """Update the progress bar, unless it was updated a moment ago.
 
@@ -84,6 +92,20 @@ class Progress:
     def seconds(self) -> float:
         """The seconds since the rollout began."""
         return time.perf_counter() - self._started
+
+    def in_flight(self, rows: int) -> dict[str, float]:
+        """Return how full the engine was, as metrics: the mean of the requests that a step sampled, and the share of
+        steps that sampled fewer than a quarter of `rows`.
+
+        Args:
+            rows: the number of conversations that are played at a time.
+        """
+        sampled = [(size, len(seconds)) for (size, _), seconds in self._steps.items()]
+        steps = max(1, sum(count for _, count in sampled))
+        return {
+            "hybrid/in_flight/occupancy": sum(size * count for size, count in sampled) / steps / rows,
+            "hybrid/in_flight/alone": sum(count for size, count in sampled if 4 * size < rows) / steps,
+        }
 
     def inflation(self) -> float | None:
         """Return how many times as long an engine step takes while tools run in threads, or None if there are no steps

@@ -25,6 +25,15 @@ class LostCallError(Exception):
     trajectory, which is not trained on."""
 
 
+def check_tools(dialogues: Sequence[Dialogue], runner: ToolRunner) -> None:
+    """Raise ConfigError for tools of these dialogues that cannot run where they are configured to run."""
+    runner.check(
+        {name: tool for d in dialogues for name, tool in d.sync_tools.items()},
+        {name: tool for d in dialogues for name, tool in d.run_tools.items()},
+        {name for d in dialogues for name in d.async_tools},
+    )
+
+
 async def run_calls(
     calls: Sequence[Mapping[str, Any]],
     dialogue: Dialogue,

@@ -438,7 +438,7 @@ class Scoring(Protocol):
     """True where the trainer is to call `micro_batches`, to choose which rows are trained together."""
 
     joins: bool = False
-    """True where the trainer is to call `joined`, to choose how many micro-batches share a forward pass."""
+    """True where the trainer is to call `joined`. The trainer makes it False where a shared pass computes otherwise."""
 
     def score(self, rows: Rows) -> Scores:
         """Return the scores of the rows, in their order. Collective: every rank scores its own rows."""

@@ -75,8 +75,7 @@ def train(run, tmp_path):
             "gradient_checkpointing": False,
             "loss_type": "grpo",
             "train_dataset": Dataset.from_dict({"prompt": QUESTIONS}),
-            # Packed scoring compares itself with TRL's anew when a run resumes, and may decide otherwise.
-            "hybrid": {"engine": "vllm", "rollout": "multi_turn", "rollout_options": options, "scoring": "padded"},
+            "hybrid": {"engine": "vllm", "rollout": "multi_turn", "rollout_options": options},
             "output_dir": str(folder or tmp_path / "run"),
         }
         done = run(

@@ -122,6 +122,30 @@ def test_a_resumed_run_joins_what_the_whole_run_joined(start, passes, tmp_path):
     assert all(torch.equal(value, weights[name]) for name, value in resumed.weights().items())
 
 
+@pytest.mark.parametrize("what", ["rows", "layers", "passes"])
+def test_a_resumed_run_leaves_out_what_the_whole_run_left_out(start, passes, monkeypatch, caplog, tmp_path, what):
+    """The checkpoint says so: the rows that a resumed run compares may happen to agree."""
+    given = SAVED | {"output_dir": str(tmp_path), "adapters": what == "layers"}
+    with monkeypatch.context() as differing:
+        if what == "rows":
+            differing.setattr("trlx_hybrid_training.scoring.beyond_rounding", lambda *given: "differ")
+        elif what == "layers":
+            differing.setattr(lora_layers, "difference", lambda *given: 1.0)
+        else:
+            differing.setattr("trlx_hybrid.trl.scoring.scoring_call.beyond_rounding", lambda *given: "differ")
+        whole = start(**given)
+    asked = list(passes)
+    passes.clear()
+    caplog.clear()
+    resumed = start(resume=tmp_path / "checkpoint-2", **given)
+    assert passes == asked[len(asked) - len(passes) :]
+    assert steps(resumed)[-2:] == steps(whole)[-2:]
+    assert resumed.trainer.session.scoring.padded_because == whole.trainer.session.scoring.padded_because
+    assert not [r for r in caplog.records if "compute" in r.message or "stay padded" in r.message or "own" in r.message]
+    weights = whole.weights()
+    assert all(torch.equal(value, weights[name]) for name, value in resumed.weights().items())
+
+
 def test_so_does_one_that_asks_for_packed_rows_where_trl_samples(run, passes, tmp_path):
     given = SAVED | {"output_dir": str(tmp_path), "hybrid": {"scoring": "packed"}, "train": False}
     whole, resumed = run(GRPO, **given), run(GRPO, **given)

@@ -260,7 +260,7 @@ class ScoringCall:
         if run.micro_batch is None or self._of_reference or self.router_loss or pictured:
             return None
         trains = torch.is_grad_enabled() and self.trainer.model.training and session.scoring.joins
-        if not trains or run.joins == 0 or overriding(self.trainer, "training_step", *LOSS) is not None:
+        if not trains or overriding(self.trainer, "training_step", *LOSS) is not None:
             return None
         micro_batch = run.micro_batch.inputs
         if window.joined is None:
@@ -272,6 +272,7 @@ class ScoringCall:
             if count > run.joins:
                 run.joins = count if self._alike(rows, every, ahead[count - 1]) else 0
             if run.joins == 0:
+                session.scoring.joins = False  # which is in its checkpoints
                 return None
             window.joined = JoinedPass(component_scores(session, every, self.entropies), ahead[:count])
         return window.joined.take(micro_batch)

@@ -83,7 +83,7 @@ Importing this module imports PEFT.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -157,6 +157,24 @@ def served(model: nn.Module, compare: bool = False) -> str:
     return f"{said}; {unserved[0][0]} as in PEFT: {unserved[0][1]}" if unserved else said
 
 
+def refuted(model: nn.Module) -> dict[str, str]:
+    """Return the layers of a model that got PEFT's forward back after a comparison, by name, with the reason."""
+    return {name: _refuted[module] for name, module in model.named_modules() if module in _refuted}
+
+
+def refute(model: nn.Module, found: Mapping[str, str]) -> None:
+    """Give layers of a model PEFT's forward back, as `refuted` has returned them in the run that this one resumes."""
+    for name, module in model.named_modules():
+        if name in found:
+            _refute(module, found[name])
+
+
+def _refute(layer: nn.Module, reason: str) -> None:
+    _unproven.pop(layer, None)
+    _refuted[layer] = reason
+    layer.forward = MethodType(Linear.forward, layer)
+
+
 def forward(self: Linear, x: Tensor, *args: object, **kwargs: object) -> Tensor:
     """Compute a LoRA layer's output, in place of `peft.tuners.lora.Linear.forward`.
 
@@ -210,8 +228,7 @@ def _as_in_peft(layer: Linear, x: Tensor, dtype: torch.dtype) -> bool:
     found = difference(ours, peft, dtype)
     if found is None:
         return True
-    layer.forward = MethodType(Linear.forward, layer)
-    _refuted[layer] = f"it would differ from it by {found:.3g} of its largest value"
+    _refute(layer, f"it would differ from it by {found:.3g} of its largest value")
     logger.warning("LoRA layer %s computes as in PEFT: %s.", name, _refuted[layer])
     return False
 

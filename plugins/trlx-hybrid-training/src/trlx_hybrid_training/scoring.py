@@ -127,22 +127,45 @@ class Packed(Scoring):
         return self.recomputation.joined(tokens)
 
     def state(self) -> Mapping[str, Any]:
-        """Return the state for a checkpoint: whether micro-batches may share passes (`joins`), the measured bytes that
-        a layer keeps for the backward pass, by the number of tokens, and the sizes of CUDA graphs. With it, a resumed
-        run computes the passes that it would have computed without the interruption."""
+        """Return the state for a checkpoint, with which a resumed run computes the passes that it would have computed
+        without the interruption: whether micro-batches may share passes (`joins`), the measured bytes that a layer
+        keeps for the backward pass, by the number of tokens, the sizes of CUDA graphs, and what comparisons have found
+        against packed rows, LoRA layers and shared passes (`apart`)."""
         seen = {} if self.recomputation is None else self.recomputation.layer_bytes.seen
         graphs = [] if self._graphs is None else self._graphs.state()
-        return {"joins": self.joins, "layer_bytes": seen, "graphs": graphs}
+        apart = not self.joins and id(self._session.policy.base) in self._compared
+        found = {"padded_because": self.padded_because, "as_in_peft": self._layers_as_in_peft(), "apart": apart}
+        return {"joins": self.joins, "layer_bytes": seen, "graphs": graphs, **found}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the data that `state` returned. The resumed run still compares packed and padded log-probs of its
-        first rows."""
+        """Restore the data that `state` returned. Where packed rows were scored like padded ones, the resumed run still
+        compares the log-probs of its first rows, and likewise its LoRA layers."""
+        if self.padded_because is None and state.get("padded_because") is not None:
+            self._pad(state["padded_because"])
+        if self._adapters is not None and state.get("as_in_peft"):
+            from .lora import refute, served
+
+            refute(self._session.policy.module, state["as_in_peft"])
+            self._adapters = served(self._session.policy.module, compare=True)
+        self._joins = self._joins and not state.get("apart") and self.padded_because is None
         self.joins = self._joins and bool(state.get("joins"))
         if self.recomputation is not None:
             for tokens, bytes_ in state.get("layer_bytes", {}).items():
                 self.recomputation.layer_bytes.add(int(tokens), bytes_)
         if self._graphs is not None:
             self._graphs.load_state(state.get("graphs", ()))
+
+    def _layers_as_in_peft(self) -> dict[str, str]:
+        if self._adapters is None:
+            return {}
+        from .lora import refuted
+
+        return refuted(self._session.policy.module)
+
+    def _pad(self, reason: str) -> None:
+        """Let all rows be scored with padding from now on."""
+        self.padded_because, self.balanced, self.joins = reason, False, False
+        self.close()
 
     def score(self, rows: Rows) -> Scores:
         """Compute the rows' per-token log-probs and entropies as TRL does; without padding, where rows are packed.
@@ -157,9 +180,11 @@ class Packed(Scoring):
             if before is not None:
                 self._chosen[id(rows.model)] = rows.model.config, before
             if id(rows.model) not in self._compared:
+                base = id(self._session.policy.base)
+                known_before = base in self._compared  # then the trainer may have made `joins` False
                 self._prepare(rows)
-                self.balanced = self.balanced and self.padded_because is None
-                self.joins = self._joins and id(self._session.policy.base) in self._compared
+                if not known_before and self.padded_because is None:
+                    self.joins = self._joins and base in self._compared
         known = self.padded_because is None and id(rows.model) in self._compared
         packs = self._packs(rows, WORTH) if known else None
         if packs is not None:
@@ -268,8 +293,7 @@ class Packed(Scoring):
                 reason = found and f"packed and padded log-probs {found}"
         session.policy.reshard()  # without a backward pass the parameters would stay gathered
         if session.ranks.any(reason is not None):
-            self.padded_because = next(r for r in session.ranks.gather(reason) if r is not None)
-            self.close()
+            self._pad(next(r for r in session.ranks.gather(reason) if r is not None))
             if session.ranks.rank == 0:
                 logger.warning("Rows stay padded: %s.", self.padded_because)
         elif session.ranks.sum(gap.numel()):

@@ -1,7 +1,6 @@
 """Conversations with tools that stay in flight over several optimizer steps, sampled by the real engine."""
 
 import asyncio
-import copy
 from collections import Counter
 from dataclasses import dataclass
 from itertools import chain
@@ -11,9 +10,11 @@ import pytest
 import torch
 from datasets import Dataset
 from transformers import TrainerCallback
-from trlx_hybrid import GRPOTrainer, hookimpl
+from trlx_hybrid import GRPOTrainer
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
+
+from tests.support.in_flight import Trajectories, Weights
 
 STALENESS = 2
 QUESTIONS = [[{"role": "user", "content": f"{'?' * i} {i * 7919 % 1000}"}] for i in range(16)]
@@ -29,28 +30,6 @@ def add(a: int, b: int) -> int:
         b: two.
     """
     return a + b
-
-
-class Trajectories:
-    """A plugin that keeps the trajectories of each batch."""
-
-    def __init__(self):
-        self.batches = []
-
-    @hookimpl
-    def trlx_rollout_end(self, session, trajectories):
-        if session.training:
-            self.batches.append(list(trajectories))
-
-
-class Weights(TrainerCallback):
-    """Keeps the weights of every version."""
-
-    def __init__(self):
-        self.of_version = []
-
-    def on_step_begin(self, *args, model, **kwargs):
-        self.of_version.append(copy.deepcopy(model.state_dict()))
 
 
 def new_model():
@@ -75,7 +54,8 @@ def train(run, tmp_path):
             "gradient_checkpointing": False,
             "loss_type": "grpo",
             "train_dataset": Dataset.from_dict({"prompt": QUESTIONS}),
-            "hybrid": {"engine": "vllm", "rollout": "multi_turn", "rollout_options": options},
+            # A resumed run compares packed rows with padded ones again, and then pads them if rounding is in the way.
+            "hybrid": {"engine": "vllm", "rollout": "multi_turn", "rollout_options": options, "scoring": "padded"},
             "output_dir": str(folder or tmp_path / "run"),
         }
         done = run(

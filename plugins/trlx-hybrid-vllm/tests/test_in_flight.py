@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 from trl.trainer.utils import RepeatSampler
-from trlx_hybrid import GRPOTrainer, hookimpl
+from trlx_hybrid import GRPOTrainer
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.trl.generation.in_flight import PromptOrder
 from trlx_hybrid.trl.scoring.divergence import thirds
 from trlx_hybrid_trajectories.record import read
+
+from tests.support.in_flight import Trajectories, Weights
 
 LENGTH = 24
 STALENESS = 2
@@ -32,28 +34,6 @@ SETTINGS = {
     "generation_kwargs": {"stop_token_ids": ENDS},
     "loss_type": "grpo",
 }
-
-
-class Trajectories:
-    """A plugin that keeps the trajectories of each batch."""
-
-    def __init__(self):
-        self.batches = []
-
-    @hookimpl
-    def trlx_rollout_end(self, session, trajectories):
-        if session.training:
-            self.batches.append(list(trajectories))
-
-
-class Weights(TrainerCallback):
-    """Keeps the weights of every version."""
-
-    def __init__(self):
-        self.of_version = []
-
-    def on_step_begin(self, *args, model, **kwargs):
-        self.of_version.append(copy.deepcopy(model.state_dict()))
 
 
 class GeneratorKept(TrainerCallback):

@@ -15,9 +15,10 @@ os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR", TOKENIZERS_PAR
 import trlx_hybrid
 from datasets import Dataset
 from trl import GRPOConfig
-from trlx_hybrid import hookimpl
 from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
 from trlx_hybrid.testing.models import tiny_grpo
+
+from tests.support.in_flight import Trajectories
 
 RANK = int(os.environ["RANK"])
 CALLS = [f'<tool_call>\n{{"name": "look", "arguments": {{"at": {at}}}}}\n</tool_call>' for at in range(4)]
@@ -31,15 +32,6 @@ def look(at: int) -> int:
         at: what.
     """
     return at + RANK
-
-
-class Trajectories:
-    def __init__(self):
-        self.batches = []
-
-    @hookimpl
-    def trlx_rollout_end(self, session, trajectories):
-        self.batches.append([dataclasses.asdict(trajectory) for trajectory in trajectories])
 
 
 def trained(folder, name, size, resume=None):
@@ -65,12 +57,12 @@ def trained(folder, name, size, resume=None):
         processing_class=tokenizer,
         reward_funcs=lambda completion_ids, **columns: [len(set(ids)) / 10 for ids in completion_ids],
         tools=[look],
-        hybrid={"engine": "vllm", "rollout": "multi_turn", "rollout_options": options},
+        hybrid={"engine": "vllm", "rollout": "multi_turn", "rollout_options": options, "scoring": "padded"},
         plugins=[kept],
     )
     trainer.train(resume_from_checkpoint=resume)
     trainer.session.close()
-    return kept.batches
+    return [[dataclasses.asdict(one) for one in batch] for batch in kept.batches]
 
 
 def main(folder, size):

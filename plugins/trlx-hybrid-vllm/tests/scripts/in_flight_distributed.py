@@ -14,19 +14,11 @@ os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR", TOKENIZERS_PAR
 
 import trlx_hybrid
 from trl import GRPOConfig
-from trlx_hybrid import hookimpl
 from trlx_hybrid.testing.models import character_tokenizer, sorting_prompts, tiny_grpo, tiny_model
 
+from tests.support.in_flight import Trajectories
+
 RANK = int(os.environ["RANK"])
-
-
-class Trajectories:
-    def __init__(self):
-        self.batches = []
-
-    @hookimpl
-    def trlx_rollout_end(self, session, trajectories):
-        self.batches.append([dataclasses.asdict(trajectory) for trajectory in trajectories])
 
 
 def trained(folder, name, size, resume=None):
@@ -53,7 +45,9 @@ def trained(folder, name, size, resume=None):
     trainer.train(resume_from_checkpoint=resume)
     prompts = [trainer.train_dataset[i]["prompt"] for i in range(len(trainer.train_dataset))]
     trainer.session.close()
-    return kept.batches, [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    return [[dataclasses.asdict(one) for one in batch] for batch in kept.batches], [
+        tokenizer(prompt)["input_ids"] for prompt in prompts
+    ]
 
 
 def main(folder, size):

@@ -165,7 +165,7 @@ class RunState:
         generating: whether TRL's `_generate` runs, in which a user's rollout may have rows scored that are in no batch.
         sampled_at: the weight version that sampled a rollout, until its first loss; else None.
         joins: the largest number of micro-batches that may share a forward pass, as far as tested: the shared pass gave
-            the same log-probs as a pass for one micro-batch. 0 if it gave other log-probs; then none are shared.
+            the same log-probs as a pass for one micro-batch.
         terms_added: whether algorithms have added their terms to the loss of the current training step.
         unparsed: a counter of the assistant turns that TRL's parser could not parse.
         said: keys of the warnings that were given, each once per run.

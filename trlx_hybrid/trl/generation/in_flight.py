@@ -12,7 +12,6 @@ import itertools
 import logging
 import math
 from collections.abc import Iterator
-from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -233,7 +232,9 @@ class InFlight:
             versions = [row.versions for row in rows]
             sampled = [[1] * row.tokens for row in rows]
         staleness = [[version - of_token for of_token in of_row] for of_row in versions]
-        self._log([age for ages, mask in zip(staleness, sampled, strict=True) for age in compress(ages, mask)])
+        self._log(
+            [age for ages, mask in zip(staleness, sampled, strict=True) for age in itertools.compress(ages, mask)]
+        )
         of_dataset: Rows = []
         for group in chosen:
             row = {name: value for name, value in trainer.train_dataset[group.index].items() if name in columns}

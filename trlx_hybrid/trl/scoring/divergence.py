@@ -89,16 +89,20 @@ def importance_ratio(trainer: StockTrainer, old: Tensor, sampled: Tensor, mask: 
     Returns:
         (B, T), or (B, 1) for the modes that take whole sequences.
     """
-    ratio, mode = _whole_ratio(trainer, old, sampled, mask), trainer.vllm_importance_sampling_mode
+    return _cut(trainer, _whole_ratio(trainer, old, sampled, mask))
+
+
+def _cut(trainer: StockTrainer, ratio: Tensor) -> Tensor:
+    """Return a ratio, cut at its bounds in the way of TRL's `vllm_importance_sampling_mode`."""
     low, high = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
-    if mode in ("sequence_truncate", "token_truncate"):
+    if trainer.vllm_importance_sampling_mode in ("sequence_truncate", "token_truncate"):
         return torch.clamp(ratio, min=low, max=high)
     low, high = -math.inf if low is None else low, math.inf if high is None else high
     return ratio.masked_fill((ratio < low) | (ratio > high), value=0.0)
 
 
 def _whole_ratio(trainer: StockTrainer, old: Tensor, sampled: Tensor, mask: Tensor) -> Tensor:
-    """Return the ratio that `importance_ratio` cuts at its bounds."""
+    """Return the ratio before it is cut at its bounds."""
     difference = torch.nan_to_num((old - sampled) * mask, nan=0.0)
     if trainer.vllm_importance_sampling_mode in OF_SEQUENCES:
         difference = difference.sum(dim=-1, keepdim=True)
@@ -114,7 +118,8 @@ def log_staleness(trainer: StockTrainer, ranks: Ranks, batch: Mapping[str, Any])
     """
     old, sampled, age = batch[OLD], batch[SAMPLED], batch[STALENESS]
     mask = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool() & ~sampled.isnan()
-    ratio, whole = (of(trainer, old, sampled, mask).expand_as(old) for of in (importance_ratio, _whole_ratio))
+    whole = _whole_ratio(trainer, old, sampled, mask).expand_as(old)
+    ratio = _cut(trainer, whole)
     values = [(old - sampled).abs().nan_to_num(), ratio, ratio != whole, mask]
     third = thirds(trainer.accelerator.gather(mask.sum(1)))[ranks.rank * len(mask) :][: len(mask), None]
     of_rows = ((third == place).expand_as(mask) for place in range(3))

@@ -270,10 +270,10 @@ class ScoringCall:
                 return None
             every = self._together(rows, ahead[:count])
             if count > run.joins:
-                run.joins = count if self._alike(rows, every, ahead[count - 1]) else 0
-            if run.joins == 0:
-                session.scoring.joins = False  # which is in its checkpoints
-                return None
+                if not self._alike(rows, every, ahead[count - 1]):
+                    session.scoring.joins = False  # which is in its checkpoints
+                    return None
+                run.joins = count
             window.joined = JoinedPass(component_scores(session, every, self.entropies), ahead[:count])
         return window.joined.take(micro_batch)
 

@@ -180,11 +180,7 @@ class Packed(Scoring):
             if before is not None:
                 self._chosen[id(rows.model)] = rows.model.config, before
             if id(rows.model) not in self._compared:
-                base = id(self._session.policy.base)
-                known_before = base in self._compared  # then the trainer may have made `joins` False
                 self._prepare(rows)
-                if not known_before and self.padded_because is None:
-                    self.joins = self._joins and base in self._compared
         known = self.padded_because is None and id(rows.model) in self._compared
         packs = self._packs(rows, WORTH) if known else None
         if packs is not None:
@@ -298,6 +294,8 @@ class Packed(Scoring):
                 logger.warning("Rows stay padded: %s.", self.padded_because)
         elif session.ranks.sum(gap.numel()):
             self._compared.add(id(rows.model))
+            if rows.model is session.policy.base:
+                self.joins = self._joins
             if session.ranks.rank == 0 and gap.numel():
                 logger.info("Packed rows differ from padded ones by %.3g nats at most.", float(gap.max()))
 

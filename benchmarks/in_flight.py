@@ -24,7 +24,7 @@ from .child import answer, ask
 from .harness import Measurement
 from .lengths import Lengths, batches, prescribe_hybrid
 from .real_run import clock
-from .result import Result, accelerator
+from .result import Result, accelerator, existing
 from .rollout import SCALES, write_model
 from .scale import Variant
 from .step import BATCH, KINDS, LENGTHS
@@ -96,44 +96,53 @@ def _prescribe(in_flight: Any, lengths: Lengths, group: int) -> None:
     in_flight._request = limited
 
 
-def run(model: str, kind: str, lengths: str, staleness: Sequence[int], steps: int, warm: int) -> Result:
-    """Measure all arms of one kind and distribution of lengths.
+Curves = dict[str, dict[str, Any]]
+"""The trainings of a case by `max_staleness`, as `measure` returns them."""
+
+
+def run(given: Mapping[str, Any], staleness: Sequence[int], warm: int, curves: Curves) -> Result:
+    """Train the arms of one case, a kind and a distribution of lengths.
 
     Args:
-        model: a key of SCALES.
-        kind: a key of KINDS.
-        lengths: a key of LENGTHS[model].
+        given: what `measure` takes, but for `folder` and `staleness`.
         staleness: the arms.
-        steps: the optimizer steps of a training.
         warm: first and last steps that are not counted: the pool fills up and empties in them.
+        curves: trainings of this case that the result has already. Those of the same `max_staleness` are replaced.
 
     Raises:
         ValueError: two arms trained on completions of other lengths.
     """
-    case, curves = f"{kind}-{lengths}", {}
+    model, case = given["model"], case_of(given)
     with tempfile.TemporaryDirectory(prefix="benchmark-in-flight-", ignore_cleanup_errors=True) as folder:
         write_model(Path(folder), SCALES[model])
         for limit in staleness:
-            given = {"folder": folder, "model": model, "kind": kind, "lengths": lengths}
-            found = ask("benchmarks.in_flight", given | {"staleness": limit, "steps": steps}, LIMIT)
-            curves[limit] = found
+            found = ask("benchmarks.in_flight", {**given, "folder": folder, "staleness": limit}, LIMIT)
+            curves[str(limit)] = found
             print(f"{case}: max_staleness={limit} took {statistics.fmean(found['seconds'][warm:-warm]):.2f} s a step")
-    if len({tuple(found.pop("lengths")) for found in curves.values()}) > 1:
+    curves = {limit: curves[limit] for limit in sorted(curves, key=int)}
+    if len({tuple(found["lengths"]) for found in curves.values()}) > 1:
         raise ValueError("The arms trained on completions of other lengths.")
-    means = {limit: statistics.fmean(found["seconds"][warm:-warm]) for limit, found in curves.items()}
-    first = means[min(means)]
+    steady = {limit: tuple(found["seconds"][warm:-warm]) for limit, found in curves.items()}
+    means = {f"staleness-{limit}_{case}": statistics.fmean(seconds) for limit, seconds in steady.items()}
+    first = next(iter(means.values()))
     return Result(
-        benchmark="in_flight" if model == "1.5b" else f"in_flight_{model}",
+        benchmark=named(model),
         device=accelerator(),
-        peer="max_staleness=0",
-        measurements=[
-            Measurement(f"staleness-{limit}", tuple(found["seconds"][warm:-warm]), case)
-            for limit, found in curves.items()
-        ],
-        metrics={f"step_seconds_staleness-{limit}_{case}": mean for limit, mean in means.items()}
-        | {f"step_speedup_staleness-{limit}_{case}": first / mean for limit, mean in means.items()},
-        settings={"model": model, "steps": steps, "warm": warm, "curves": {str(k): v for k, v in curves.items()}},
+        peer="staleness-0",
+        measurements=[Measurement(f"staleness-{limit}", seconds, case) for limit, seconds in steady.items()],
+        metrics={f"step_seconds_{name}": mean for name, mean in means.items()}
+        | {f"step_speedup_{name}": first / mean for name, mean in means.items()},
+        settings={"model": model, "warm": warm, "curves": {case: curves}},
     )
+
+
+def case_of(given: Mapping[str, Any]) -> str:
+    return f"{given['kind']}-{given['lengths']}"
+
+
+def named(model: str) -> str:
+    """Return the name of a model's results: that of the benchmark, for the larger model, with nothing behind it."""
+    return "in_flight" if model == "1.5b" else f"in_flight_{model}"
 
 
 def main() -> None:
@@ -144,10 +153,12 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, action="append", help="may be repeated; default: 0, 1, 2, 4")
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps of a training (default: 40)")
     parser.add_argument("--warm", type=int, default=5, help="first and last steps left out (default: 5)")
-    parser.add_argument("--add", action="store_true", help="keep the other cases of the result file")
+    parser.add_argument("--add", action="store_true", help="keep the other cases and arms of the result file")
     given = vars(parser.parse_args())
-    add, staleness = given.pop("add"), given.pop("staleness") or STALENESS
-    run(**given, staleness=staleness).publish(add=add)
+    add, warm, staleness = given.pop("add"), given.pop("warm"), given.pop("staleness") or STALENESS
+    before = existing(named(given["model"])) if add else None
+    curves = before["settings"]["curves"].get(case_of(given), {}) if before else {}
+    run(given, staleness, warm, curves).publish(add=add)
 
 
 if __name__ == "__main__":

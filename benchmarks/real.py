@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import statistics
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from typing import Any
 from .child import ask
 from .harness import Measurement
 from .real_tasks import TASKS
-from .result import RESULTS, Result, accelerator, commit, versions
+from .result import RESULTS, Result, accelerator, commit, existing, versions
 
 ARMS = ("trl", "tuned", "import", "all")
 """Stock TRL; TRL without sleep mode and gradient checkpointing, which a model this small allows; ours, by the import
@@ -238,10 +237,9 @@ def earlier(sizes: Mapping[str, Any], folder: Path = RESULTS) -> Curves:
     Raises:
         SystemExit: they were measured with other sizes or versions.
     """
-    file = folder / f"{named(sizes['task'])}-{accelerator()}.json"
-    if not file.exists():
+    content = existing(named(sizes["task"]), folder)
+    if content is None:
         return {}
-    content = json.loads(file.read_text())
     settings = content["settings"]
     for name, then, now in [
         *((size, settings[size], number) for size, number in sizes.items()),
@@ -250,7 +248,8 @@ def earlier(sizes: Mapping[str, Any], folder: Path = RESULTS) -> Curves:
     ]:
         if then != now:
             sys.exit(
-                f"Cannot add to {file.name}: its {name} are {then}, and now {now}. Measure all again, without --add."
+                f"Cannot add to the result on {accelerator()}: its {name} are {then}, and now {now}. Measure all "
+                "again, without --add."
             )
     curves: Curves = settings["curves"]
     return curves

@@ -121,6 +121,12 @@ class Result:
         return file
 
 
+def existing(benchmark: str, folder: Path = RESULTS) -> dict[str, Any] | None:
+    """Return the content of this device's file of a benchmark; None if there is no such file."""
+    file = folder / f"{benchmark}-{accelerator()}.json"
+    return json.loads(file.read_text()) if file.exists() else None
+
+
 def publish_each(cases: Mapping[str, Callable[[], Result]], *, add: bool) -> None:
     """Measure each case and write it as soon as it is measured; a case that fails loses none of the others.
 

@@ -57,15 +57,16 @@ def asked(folder):
 
 
 class Begun:
-    """What was begun of each rollout before it was over."""
+    """What was begun of each rollout before it was over. With the first of it a file is written."""
 
-    def __init__(self, reward):
-        self.rollouts, self._now, self.times = [], [], []
+    def __init__(self, reward, first=None):
+        self.rollouts, self._now, self._first = [], [], first
         reward.begin, self._begin = self._told, type(reward).begin.__get__(reward)
 
     def _told(self, rows, **arguments):
         self._now.append(list(rows))
-        self.times.append(time.time())
+        if self._first is not None:
+            self._first.touch()
         self._begin(rows, **arguments)
 
     @trlx_hybrid.hookimpl
@@ -115,10 +116,11 @@ def test_training_is_the_same_and_groups_are_scored_while_others_are_sampled(run
 class Adder:
     """An environment whose state is part of its row's reward."""
 
-    called = 0.0  # when one was called last
+    first = None  # a file for which the rows of the second group wait
+    waited = []  # and whether it came
 
     def reset(self, index, **row):
-        self.total = self.patience = index
+        self.total = self.index = index
 
     def add(self, n: int) -> int:
         """
@@ -127,9 +129,13 @@ class Adder:
         Args:
             n: How much.
         """
-        time.sleep(self.patience / 10)
+        if self.first is not None and self.index >= 4:
+            deadline = time.monotonic() + 60
+            while not self.first.exists() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            self.waited.append(self.first.exists())
+        time.sleep(self.index % 4 / 10)
         self.total += n
-        type(self).called = time.time()
         return self.total
 
 
@@ -146,7 +152,8 @@ def test_conversations_that_are_over_are_scored_while_others_go_on(run, tmp_path
     rows = [{"prompt": [{"role": "user", "content": f"from {i * 7919 % 1000}"}], "index": i} for i in range(8)]
     with remote_reward(scored, workers=2, early=True) as reward:
         for function in (scored, reward):
-            begun, before = Begun(reward), len(asked(tmp_path))
+            Adder.first = tmp_path / "begun" if function is reward else None
+            begun, before = Begun(reward, Adder.first), len(asked(tmp_path))
             finished = run(
                 trlx_hybrid.GRPOTrainer,
                 model=chatty_model(tokenizer, turns),
@@ -169,7 +176,7 @@ def test_conversations_that_are_over_are_scored_while_others_go_on(run, tmp_path
         assert early["tools/call_frequency"] > 0
         assert sorted(begun.rollouts[0]) == [[0, 1, 2, 3], [4, 5, 6, 7]]
         assert [len(call["index"]) for call in asks[reward]] == [4, 4]  # nothing was scored twice
-        assert begun.times[0] < Adder.called
+        assert Adder.waited and all(Adder.waited)
 
 
 def lengths(prompts, completions, folder, **columns):

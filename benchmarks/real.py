@@ -4,9 +4,8 @@
 
 FOLDER holds a model that answers small questions, such as SmolLM2-135M-Instruct. `--task` chooses what it learns:
 `sums` of two numbers, a task of `reasoning-gym`, which needs the package of this name, or sums with a calculator as a
-`tool`, by TRL's `tools=`. A fourth arm, `all`, is ours with what is not on by default: no sleep mode, and CUDA graphs
-of the model's layers. Layers are recomputed there only where memory requires it, so that it leaves gradient
-checkpointing on, which `tuned` switches off.
+`tool`, by TRL's `tools=`. A fourth arm, `all`, is ours without sleep mode. Layers are recomputed there only where
+memory requires it, so that it leaves gradient checkpointing on, which `tuned` switches off.
 
 Each training is a process of its own, as a user starts it, and the arms take turns. Questions, learning rates, steps
 and batch are the same for all arms, and were fixed before anything was measured. Accuracy on questions that no training
@@ -35,7 +34,7 @@ from .result import RESULTS, Result, accelerator, commit, existing, versions
 
 ARMS = ("trl", "tuned", "import", "all")
 """Stock TRL; TRL without sleep mode and gradient checkpointing, which a model this small allows; ours, by the import
-alone; and ours without sleep mode, with CUDA graphs."""
+alone; and ours without sleep mode."""
 
 KEPT_AWAKE = ("tuned", "all")
 """The arms without sleep mode."""

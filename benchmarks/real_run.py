@@ -31,9 +31,6 @@ LOGGED = {
 }
 """The curves that are kept, and the names under which the trainer logs them. What it does not log is None."""
 
-GRAPHS = {"scoring_options": {"cuda_graphs": True}}
-"""The options of the arm `all`, which are not on by default and leave the results as they are."""
-
 
 def clock() -> Any:
     """Return a callback that takes the time of each step, from the end of the step or evaluation before.
@@ -137,7 +134,6 @@ def trainer_of(run: Run, steps: Any) -> Any:
         peft_config=LoraConfig(r=16, target_modules="all-linear") if run.kind == "lora" else None,
         callbacks=[steps],
         **({"tools": list(task.tools)} if task.tools else {}),
-        **({"hybrid": GRAPHS} if run.arm == "all" else {}),
     )
 
 

@@ -53,7 +53,7 @@ class PackedOptions:
     adaptive_checkpointing: bool = True
     joined: bool | None = None
     lora_layers: bool = True
-    cuda_graphs: bool = False
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         if self.joined and not (self.adaptive_checkpointing and self.packing):
@@ -63,5 +63,5 @@ class PackedOptions:
             )
 
 
-BEFORE = {"adaptive_checkpointing": False, "joined": False, "lora_layers": False}
+BEFORE = {"adaptive_checkpointing": False, "joined": False, "lora_layers": False, "cuda_graphs": False}
 """Options of `scoring="packed"` that were off unless asked for, before they became the default."""

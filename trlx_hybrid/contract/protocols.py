@@ -406,10 +406,9 @@ class Rows:
             arguments. It returns scores of shape (b, t), 0 where nothing was scored. Where `experts` below is set, it
             also takes `experts` (b, t, layers, experts per token) of the tokens that it is given; where `support` below
             is set, `support` of its positions.
-        experts: (B, P + C, layers, experts per token) int16, the experts that compute each token, -1 where the model
-            chooses; None where it chooses all.
+        experts: (B, P + C, layers, experts per token) int16, the experts of each token; -1 or None: the model chooses.
         support: of shape (B, P + C), the ids from which the token after each position was sampled; its log-prob and the
-            entropy are computed over these ids. None where they are computed over the whole vocabulary.
+            entropy are computed over these ids. None: over the whole vocabulary.
     """
 
     model: PreTrainedModel
@@ -437,8 +436,9 @@ class Scoring(Protocol):
     balanced: bool = False
     """True where the trainer is to call `micro_batches`, to choose which rows are trained together."""
 
-    joins: bool = False
-    """True where the trainer is to call `joined`. The trainer makes it False where a shared pass computes otherwise."""
+    joins: int = 0
+    """0 where the trainer is not to call `joined`, else 1 or True. The trainer writes here up to how many micro-batches
+    it has found that a shared pass computes alike, and 0 where it computes otherwise."""
 
     def score(self, rows: Rows) -> Scores:
         """Return the scores of the rows, in their order. Collective: every rank scores its own rows."""

@@ -164,8 +164,6 @@ class RunState:
         micro_batch: the rows whose loss is being computed; None outside of a loss.
         generating: whether TRL's `_generate` runs, in which a user's rollout may have rows scored that are in no batch.
         sampled_at: the weight version that sampled a rollout, until its first loss; else None.
-        joins: the largest number of micro-batches that may share a forward pass, as far as tested: the shared pass gave
-            the same log-probs as a pass for one micro-batch.
         terms_added: whether algorithms have added their terms to the loss of the current training step.
         unparsed: a counter of the assistant turns that TRL's parser could not parse.
         said: keys of the warnings that were given, each once per run.
@@ -187,7 +185,6 @@ class RunState:
     micro_batch: MicroBatch | None = None
     generating: bool = False
     sampled_at: int | None = None
-    joins: int = 1
     terms_added: bool = False
     unparsed: UnparsedTurns = field(default_factory=UnparsedTurns)
     said: set[str] = field(default_factory=set)

@@ -54,8 +54,7 @@ def train(run, tmp_path):
             "gradient_checkpointing": False,
             "loss_type": "grpo",
             "train_dataset": Dataset.from_dict({"prompt": QUESTIONS}),
-            # A resumed run compares packed rows with padded ones again, and then pads them if rounding is in the way.
-            "hybrid": {"engine": "vllm", "rollout": "multi_turn", "rollout_options": options, "scoring": "padded"},
+            "hybrid": {"engine": "vllm", "rollout": "multi_turn", "rollout_options": options},
             "output_dir": str(folder or tmp_path / "run"),
         }
         done = run(

@@ -117,7 +117,7 @@ class Adder:
     """An environment whose state is part of its row's reward."""
 
     first = None  # a file for which the rows of the second group wait
-    waited = []  # and whether it came
+    waited = ()  # and whether it came, for each call
 
     def reset(self, index, **row):
         self.total = self.index = index
@@ -133,7 +133,7 @@ class Adder:
             deadline = time.monotonic() + 60
             while not self.first.exists() and time.monotonic() < deadline:
                 time.sleep(0.02)
-            self.waited.append(self.first.exists())
+            type(self).waited += (self.first.exists(),)
         time.sleep(self.index % 4 / 10)
         self.total += n
         return self.total
@@ -176,7 +176,8 @@ def test_conversations_that_are_over_are_scored_while_others_go_on(run, tmp_path
         assert early["tools/call_frequency"] > 0
         assert sorted(begun.rollouts[0]) == [[0, 1, 2, 3], [4, 5, 6, 7]]
         assert [len(call["index"]) for call in asks[reward]] == [4, 4]  # nothing was scored twice
-        assert Adder.waited and all(Adder.waited)
+        assert Adder.waited
+        assert all(Adder.waited)
 
 
 def lengths(prompts, completions, folder, **columns):

@@ -146,6 +146,32 @@ def test_a_resumed_run_leaves_out_what_the_whole_run_left_out(start, passes, mon
     assert all(torch.equal(value, weights[name]) for name, value in resumed.weights().items())
 
 
+@pytest.mark.parametrize("what", ["rows", "layers", "passes"])
+def test_a_resumed_run_keeps_what_the_whole_run_found_alike(start, passes, monkeypatch, caplog, tmp_path, what):
+    """Other rows might differ by rounding: then it would be another run. With another version all is compared again."""
+    given = SAVED | {"output_dir": str(tmp_path), "adapters": what == "layers"}
+    whole = start(**given)
+    if what == "rows":
+        monkeypatch.setattr("trlx_hybrid_training.scoring.beyond_rounding", lambda *given: "differ")
+    elif what == "layers":
+        monkeypatch.setattr(lora_layers, "difference", lambda *given: 1.0)
+    else:
+        monkeypatch.setattr("trlx_hybrid.trl.scoring.scoring_call.beyond_rounding", lambda *given: "differ")
+    caplog.clear()
+    resumed = start(resume=tmp_path / "checkpoint-2", **given)
+    assert steps(resumed)[-2:] == steps(whole)[-2:]
+    weights = whole.weights()
+    assert all(torch.equal(value, weights[name]) for name, value in resumed.weights().items())
+
+    def warned():
+        return [r for r in caplog.records if "compute" in r.message or "stay padded" in r.message or "own" in r.message]
+
+    assert not warned()
+    monkeypatch.setattr("trlx_hybrid_training.scoring.release_of", lambda name: "another")
+    start(resume=tmp_path / "checkpoint-2", **given)
+    assert warned()
+
+
 def test_so_does_one_that_asks_for_packed_rows_where_trl_samples(run, passes, tmp_path):
     given = SAVED | {"output_dir": str(tmp_path), "hybrid": {"scoring": "packed"}, "train": False}
     whole, resumed = run(GRPO, **given), run(GRPO, **given)

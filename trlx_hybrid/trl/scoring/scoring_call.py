@@ -269,11 +269,11 @@ class ScoringCall:
             if count == 1:
                 return None
             every = self._together(rows, ahead[:count])
-            if count > run.joins:
-                if not self._alike(rows, every, ahead[count - 1]):
-                    session.scoring.joins = False  # which is in its checkpoints
+            if count > session.scoring.joins:
+                alike = self._alike(rows, every, ahead[count - 1])
+                session.scoring.joins = count if alike else 0  # which is in its checkpoints
+                if not alike:
                     return None
-                run.joins = count
             window.joined = JoinedPass(component_scores(session, every, self.entropies), ahead[:count])
         return window.joined.take(micro_batch)
 

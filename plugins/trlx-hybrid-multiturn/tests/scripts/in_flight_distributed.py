@@ -57,7 +57,7 @@ def trained(folder, name, size, resume=None):
         processing_class=tokenizer,
         reward_funcs=lambda completion_ids, **columns: [len(set(ids)) / 10 for ids in completion_ids],
         tools=[look],
-        hybrid={"engine": "vllm", "rollout": "multi_turn", "rollout_options": options, "scoring": "padded"},
+        hybrid={"engine": "vllm", "rollout": "multi_turn", "rollout_options": options},
         plugins=[kept],
     )
     trainer.train(resume_from_checkpoint=resume)

@@ -83,7 +83,7 @@ Importing this module imports PEFT.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -160,6 +160,24 @@ def served(model: nn.Module, compare: bool = False) -> str:
 def refuted(model: nn.Module) -> dict[str, str]:
     """Return the layers of a model that got PEFT's forward back after a comparison, by name, with the reason."""
     return {name: _refuted[module] for name, module in model.named_modules() if module in _refuted}
+
+
+def proven(model: nn.Module) -> list[str]:
+    """Return the names of a model's layers whose faster forward was compared with PEFT's, and is kept."""
+    compared = (
+        name
+        for name, module in model.named_modules()
+        if getattr(vars(module).get("forward"), "__func__", None) is forward and module not in _unproven
+    )
+    return list(compared)
+
+
+def trust(model: nn.Module, names: Iterable[str]) -> None:
+    """Compare layers of a model no more, as `proven` has returned them in the run that this one resumes."""
+    known = set(names)
+    for name, module in model.named_modules():
+        if name in known:
+            _unproven.pop(module, None)
 
 
 def refute(model: nn.Module, found: Mapping[str, str]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from trlx_hybrid.contract.protocols import Rows, Scores, Scoring
 from trlx_hybrid.policy.policy import evaluating
 from trlx_hybrid.rollout.seeding import preserved_generators
+from trlx_hybrid.versions import release_of
 from trlx_hybrid.weights.verify import beyond_rounding
 
 from . import attention
@@ -48,8 +49,9 @@ class Packed(Scoring):
         padded_because: why rows are scored with padding, as TRL does; None where they are packed.
         balanced: whether `micro_batches` chooses which rows are trained together. It does so only where rows are
             packed, because padded rows take the same memory in any micro-batch.
-        joins: whether `joined` may put several micro-batches into one forward and backward pass. It may once the
-            policy's first rows have shown that packed rows are scored like padded ones.
+        joins: up to how many micro-batches a shared forward and backward pass was found to compute alike; 0 where none
+            is to be shared. At least 1 once the policy's first rows have shown that packed rows are scored like padded
+            ones.
         recomputation: decides which layers are recomputed in the backward pass; None without `adaptive_checkpointing`.
     """
 
@@ -63,6 +65,7 @@ class Packed(Scoring):
         self._attention = "" if self.padded_because else attention_name(session)
         self._shares = options.shared_prompts and self.padded_because is None and takes_prefixes(session)
         self._compared: set[int] = set()
+        self._trusted = False  # whether the run that this one resumes has compared the policy's rows
         self._chosen: dict[int, tuple[PretrainedConfig, str]] = {}  # by model: its config, and the attention it named
         if self.padded_because is None:
             attention.register()
@@ -128,43 +131,66 @@ class Packed(Scoring):
 
     def state(self) -> Mapping[str, Any]:
         """Return the state for a checkpoint, with which a resumed run computes the passes that it would have computed
-        without the interruption: whether micro-batches may share passes (`joins`), the measured bytes that a layer
+        without the interruption: how many micro-batches may share passes (`joins`), the measured bytes that a layer
         keeps for the backward pass, by the number of tokens, the sizes of CUDA graphs, and what comparisons have found
-        against packed rows, LoRA layers and shared passes (`apart`)."""
+        of packed rows, LoRA layers and shared passes: against them (`padded_because`, `as_in_peft`, `apart`), and for
+        them (`alike`)."""
         seen = {} if self.recomputation is None else self.recomputation.layer_bytes.seen
         graphs = [] if self._graphs is None else self._graphs.state()
-        apart = not self.joins and id(self._session.policy.base) in self._compared
-        found = {"padded_because": self.padded_because, "as_in_peft": self._layers_as_in_peft(), "apart": apart}
-        return {"joins": self.joins, "layer_bytes": seen, "graphs": graphs, **found}
+        compared = self._trusted or id(self._session.policy.base) in self._compared
+        as_in_peft, layers = self._layers()
+        apart = compared and self._joins and not self.joins
+        against = {"padded_because": self.padded_because, "as_in_peft": as_in_peft, "apart": apart}
+        alike = {"on": self._platform(), "rows": compared, "layers": layers}
+        return {"joins": self.joins, "layer_bytes": seen, "graphs": graphs, **against, "alike": alike}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the data that `state` returned. Where packed rows were scored like padded ones, the resumed run still
-        compares the log-probs of its first rows, and likewise its LoRA layers."""
+        """Restore the data that `state` returned. Nothing is compared again that the run had found alike, since
+        rounding might decide otherwise on other rows, and make another run of it; except with other versions, or on
+        another device."""
         if self.padded_because is None and state.get("padded_because") is not None:
             self._pad(state["padded_because"])
-        if self._adapters is not None and state.get("as_in_peft"):
-            from .lora import refute, served
+        alike: Mapping[str, Any] = state.get("alike", {})
+        if alike.get("on") != self._platform():
+            alike = {}
+        self._trusted = alike.get("rows", False)
+        if self._adapters is not None:
+            from .lora import refute, served, trust
 
-            refute(self._session.policy.module, state["as_in_peft"])
+            refute(self._session.policy.module, state.get("as_in_peft", {}))
             self._adapters = served(self._session.policy.module, compare=True)
+            trust(self._session.policy.module, alike.get("layers", ()))
         self._joins = self._joins and not state.get("apart") and self.padded_because is None
-        self.joins = self._joins and bool(state.get("joins"))
+        if not self._joins:
+            self.joins = 0
+        elif self._trusted:
+            self.joins = max(1, state["joins"])
+        else:
+            self.joins = min(1, state.get("joins", 0))
         if self.recomputation is not None:
             for tokens, bytes_ in state.get("layer_bytes", {}).items():
                 self.recomputation.layer_bytes.add(int(tokens), bytes_)
         if self._graphs is not None:
             self._graphs.load_state(state.get("graphs", ()))
 
-    def _layers_as_in_peft(self) -> dict[str, str]:
-        if self._adapters is None:
-            return {}
-        from .lora import refuted
+    def _platform(self) -> dict[str, str | None]:
+        """Return the versions, the device and the attention with which comparisons were made."""
+        device = self._session.policy.device
+        versions = {name: release_of(name) for name in ("torch", "transformers", "peft", "trlx-hybrid-training")}
+        of_device = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        return {**versions, "device": of_device, "attention": self._attention}
 
-        return refuted(self._session.policy.module)
+    def _layers(self) -> tuple[dict[str, str], list[str]]:
+        """Return the LoRA layers that comparisons have left to PEFT, with the reason, and those that they have not."""
+        if self._adapters is None:
+            return {}, []
+        from .lora import proven, refuted
+
+        return refuted(self._session.policy.module), proven(self._session.policy.module)
 
     def _pad(self, reason: str) -> None:
         """Let all rows be scored with padding from now on."""
-        self.padded_because, self.balanced, self.joins = reason, False, False
+        self.padded_because, self.balanced, self.joins = reason, False, 0
         self.close()
 
     def score(self, rows: Rows) -> Scores:
@@ -179,6 +205,8 @@ class Packed(Scoring):
             before = attention.choose(rows.model)  # again, where another trainer on the model has ended
             if before is not None:
                 self._chosen[id(rows.model)] = rows.model.config, before
+            if self._trusted and rows.model is self._session.policy.base:
+                self._compared.add(id(rows.model))
             if id(rows.model) not in self._compared:
                 self._prepare(rows)
         known = self.padded_because is None and id(rows.model) in self._compared
@@ -295,7 +323,7 @@ class Packed(Scoring):
         elif session.ranks.sum(gap.numel()):
             self._compared.add(id(rows.model))
             if rows.model is session.policy.base:
-                self.joins = self._joins
+                self.joins = int(self._joins)
             if session.ranks.rank == 0 and gap.numel():
                 logger.info("Packed rows differ from padded ones by %.3g nats at most.", float(gap.max()))
 

@@ -126,6 +126,18 @@ def test_an_import_on_a_cpu_says_nothing_of_triton():
     assert "An unexpected error occurred" in done.stdout + done.stderr
 
 
+def test_what_imports_create_is_frozen_unless_a_model_exists():
+    """A frozen model with a reference cycle would never be freed."""
+    code = """import gc, torch, trlx_hybrid
+model = torch.nn.Linear(2, 2)
+trlx_hybrid._freeze_imports()
+before = gc.get_freeze_count()
+del model
+trlx_hybrid._freeze_imports()
+print(gc.get_freeze_count() - before > 50_000)"""
+    assert in_fresh_python(code) == "True"
+
+
 def test_loading_every_plugin_leaves_the_backends_out():
     code = (
         "import sys; from trlx_hybrid.plugins.host import Host; host = Host.load();"

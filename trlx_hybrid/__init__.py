@@ -78,7 +78,7 @@ def _freeze_imports() -> None:
     """
     import torch
 
-    if not any(type(found) is torch.nn.Parameter for found in gc.get_objects()):
+    if not any(issubclass(type(found), torch.nn.Parameter) for found in gc.get_objects()):
         gc.freeze()
         atexit.register(gc.unfreeze)  # libraries that count their objects at the exit would report leaks
 

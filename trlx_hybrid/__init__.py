@@ -12,7 +12,7 @@ import importlib
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from . import _moved
@@ -87,10 +87,9 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         own_loop = name == "HybridEngine"
         module = f"{__name__}.own_loop.hybrid_engine" if own_loop else f"{__name__}.trl.trainer"
-        if module not in sys.modules:
-            with _importing("transformers" if own_loop else "TRL, transformers and vLLM"):
-                importlib.import_module(module)
-        return getattr(sys.modules[module], name)
+        what = "transformers" if own_loop else "TRL, transformers and vLLM"
+        with nullcontext() if module in sys.modules else _importing(what):
+            return getattr(importlib.import_module(module), name)  # waits where another thread imports it
     if f"{__name__}.{name}" in _moved.MOVED:  # without an import of its own: another module had imported it
         return globals().setdefault(name, _moved.module(f"{__name__}.{name}"))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -24,7 +24,7 @@ from .child import answer, ask
 from .harness import Measurement
 from .lengths import Lengths, batches, prescribe_hybrid
 from .real_run import clock
-from .result import Result, accelerator, existing
+from .result import Result, accelerator, file_of
 from .rollout import SCALES, write_model
 from .scale import Variant
 from .step import BATCH, KINDS, LENGTHS
@@ -137,6 +137,7 @@ def run(given: Mapping[str, Any], staleness: Sequence[int], warm: int, curves: C
 
 
 def case_of(given: Mapping[str, Any]) -> str:
+    """Return the name of the case of a training: its kind and the distribution of its lengths."""
     return f"{given['kind']}-{given['lengths']}"
 
 
@@ -156,8 +157,9 @@ def main() -> None:
     parser.add_argument("--add", action="store_true", help="keep the other cases and arms of the result file")
     given = vars(parser.parse_args())
     add, warm, staleness = given.pop("add"), given.pop("warm"), given.pop("staleness") or STALENESS
-    before = existing(named(given["model"])) if add else None
-    curves = before["settings"]["curves"].get(case_of(given), {}) if before else {}
+    file, curves = file_of(named(given["model"]), accelerator()), {}
+    if add and file.exists():
+        curves = json.loads(file.read_text())["settings"]["curves"].get(case_of(given), {})
     run(given, staleness, warm, curves).publish(add=add)
 
 

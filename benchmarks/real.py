@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import json
 import statistics
 import sys
 import tempfile
@@ -30,7 +31,7 @@ from typing import Any
 from .child import ask
 from .harness import Measurement
 from .real_tasks import TASKS
-from .result import RESULTS, Result, accelerator, commit, existing, versions
+from .result import RESULTS, Result, accelerator, commit, file_of, versions
 
 ARMS = ("trl", "tuned", "import", "all")
 """Stock TRL; TRL without sleep mode and gradient checkpointing, which a model this small allows; ours, by the import
@@ -236,9 +237,10 @@ def earlier(sizes: Mapping[str, Any], folder: Path = RESULTS) -> Curves:
     Raises:
         SystemExit: they were measured with other sizes or versions.
     """
-    content = existing(named(sizes["task"]), folder)
-    if content is None:
+    file = file_of(named(sizes["task"]), accelerator(), folder)
+    if not file.exists():
         return {}
+    content = json.loads(file.read_text())
     settings = content["settings"]
     for name, then, now in [
         *((size, settings[size], number) for size, number in sizes.items()),
@@ -247,8 +249,7 @@ def earlier(sizes: Mapping[str, Any], folder: Path = RESULTS) -> Curves:
     ]:
         if then != now:
             sys.exit(
-                f"Cannot add to the result on {accelerator()}: its {name} are {then}, and now {now}. Measure all "
-                "again, without --add."
+                f"Cannot add to {file.name}: its {name} are {then}, and now {now}. Measure all again, without --add."
             )
     curves: Curves = settings["curves"]
     return curves

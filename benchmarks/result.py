@@ -107,7 +107,7 @@ class Result:
             ValueError: the result cannot be added to the existing file. It was written beside it, so that nothing is
                 lost.
         """
-        file = folder / f"{self.benchmark}-{self.device}.json"
+        file = file_of(self.benchmark, self.device, folder)
         content = self.as_dict()
         if add and file.exists():
             try:
@@ -121,10 +121,9 @@ class Result:
         return file
 
 
-def existing(benchmark: str, folder: Path = RESULTS) -> dict[str, Any] | None:
-    """Return the content of this device's file of a benchmark; None if there is no such file."""
-    file = folder / f"{benchmark}-{accelerator()}.json"
-    return json.loads(file.read_text()) if file.exists() else None
+def file_of(benchmark: str, device: str, folder: Path = RESULTS) -> Path:
+    """Return the path of the file of a benchmark's result on a device."""
+    return folder / f"{benchmark}-{device}.json"
 
 
 def publish_each(cases: Mapping[str, Callable[[], Result]], *, add: bool) -> None:

@@ -122,17 +122,27 @@ def test_a_resumed_run_joins_what_the_whole_run_joined(start, passes, tmp_path):
     assert all(torch.equal(value, weights[name]) for name, value in resumed.weights().items())
 
 
+def let_differ(patch, what):
+    """Let the comparisons of packed rows, LoRA layers or shared passes find a difference."""
+    of_rows = "trlx_hybrid_training.scoring.beyond_rounding"
+    of_passes = "trlx_hybrid.trl.scoring.scoring_call.beyond_rounding"
+    if what == "layers":
+        patch.setattr(lora_layers, "difference", lambda *given: 1.0)
+    else:
+        patch.setattr(of_rows if what == "rows" else of_passes, lambda *given: "differ")
+
+
+def left_out(caplog):
+    """The warnings that say what a comparison has left out."""
+    return [r for r in caplog.records if "compute" in r.message or "stay padded" in r.message or "own" in r.message]
+
+
 @pytest.mark.parametrize("what", ["rows", "layers", "passes"])
 def test_a_resumed_run_leaves_out_what_the_whole_run_left_out(start, passes, monkeypatch, caplog, tmp_path, what):
     """The checkpoint says so: the rows that a resumed run compares may happen to agree."""
     given = SAVED | {"output_dir": str(tmp_path), "adapters": what == "layers"}
     with monkeypatch.context() as differing:
-        if what == "rows":
-            differing.setattr("trlx_hybrid_training.scoring.beyond_rounding", lambda *given: "differ")
-        elif what == "layers":
-            differing.setattr(lora_layers, "difference", lambda *given: 1.0)
-        else:
-            differing.setattr("trlx_hybrid.trl.scoring.scoring_call.beyond_rounding", lambda *given: "differ")
+        let_differ(differing, what)
         whole = start(**given)
     asked = list(passes)
     passes.clear()
@@ -141,7 +151,7 @@ def test_a_resumed_run_leaves_out_what_the_whole_run_left_out(start, passes, mon
     assert passes == asked[len(asked) - len(passes) :]
     assert steps(resumed)[-2:] == steps(whole)[-2:]
     assert resumed.trainer.session.scoring.padded_because == whole.trainer.session.scoring.padded_because
-    assert not [r for r in caplog.records if "compute" in r.message or "stay padded" in r.message or "own" in r.message]
+    assert not left_out(caplog)
     weights = whole.weights()
     assert all(torch.equal(value, weights[name]) for name, value in resumed.weights().items())
 
@@ -151,25 +161,16 @@ def test_a_resumed_run_keeps_what_the_whole_run_found_alike(start, passes, monke
     """Other rows might differ by rounding: then it would be another run. With another version all is compared again."""
     given = SAVED | {"output_dir": str(tmp_path), "adapters": what == "layers"}
     whole = start(**given)
-    if what == "rows":
-        monkeypatch.setattr("trlx_hybrid_training.scoring.beyond_rounding", lambda *given: "differ")
-    elif what == "layers":
-        monkeypatch.setattr(lora_layers, "difference", lambda *given: 1.0)
-    else:
-        monkeypatch.setattr("trlx_hybrid.trl.scoring.scoring_call.beyond_rounding", lambda *given: "differ")
+    let_differ(monkeypatch, what)
     caplog.clear()
     resumed = start(resume=tmp_path / "checkpoint-2", **given)
     assert steps(resumed)[-2:] == steps(whole)[-2:]
     weights = whole.weights()
     assert all(torch.equal(value, weights[name]) for name, value in resumed.weights().items())
-
-    def warned():
-        return [r for r in caplog.records if "compute" in r.message or "stay padded" in r.message or "own" in r.message]
-
-    assert not warned()
+    assert not left_out(caplog)
     monkeypatch.setattr("trlx_hybrid_training.scoring.release_of", lambda name: "another")
     start(resume=tmp_path / "checkpoint-2", **given)
-    assert warned()
+    assert left_out(caplog)
 
 
 def test_so_does_one_that_asks_for_packed_rows_where_trl_samples(run, passes, tmp_path):

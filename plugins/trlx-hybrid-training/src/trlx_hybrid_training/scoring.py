@@ -161,12 +161,8 @@ class Packed(Scoring):
             self._adapters = served(self._session.policy.module, compare=True)
             trust(self._session.policy.module, alike.get("layers", ()))
         self._joins = self._joins and not state.get("apart") and self.padded_because is None
-        if not self._joins:
-            self.joins = 0
-        elif self._trusted:
-            self.joins = max(1, state["joins"])
-        else:
-            self.joins = min(1, state.get("joins", 0))
+        joins = int(state.get("joins", 0))
+        self.joins = (max(joins, 1) if self._trusted else min(joins, 1)) if self._joins else 0
         if self.recomputation is not None:
             for tokens, bytes_ in state.get("layer_bytes", {}).items():
                 self.recomputation.layer_bytes.add(int(tokens), bytes_)

@@ -143,23 +143,19 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callab
 
 @pytest.fixture(scope="session")
 def started_once() -> Iterator[None]:
-    """Take out of every engine's start what it does to the modules of this process, which many tests share.
+    """Take out of every engine's start and end what it does to the modules of this process, which many tests share.
 
     Starting and closing an engine collects garbage ten times, 0.3 s each over what the stack's import leaves, and
     counts twice what is frozen, 0.1 s each; vLLM's CPU platform looks for its Triton kernels in every module anew, and
     its registry at models in other processes. So the imports are frozen, for good, and counted once. Nor is garbage
-    collected before vLLM's freeze, which does nothing then, or before a training for the caches of devices: an engine's
-    end does it.
+    collected before vLLM's freeze, which does nothing then, in the middle of an engine's end, or before a training for
+    the caches of devices: the last lines of an engine's end do it.
     """
     import functools
-    import importlib
 
-    from trlx_hybrid.testing.processes import STACK, models_inspected_here
+    from trlx_hybrid.testing.stack import import_stack, kernels_replaced_once, models_inspected_here
 
-    for name in STACK:
-        importlib.import_module(name)
-    from vllm.platforms.cpu import CpuPlatform
-
+    import_stack()
     changed = pytest.MonkeyPatch()
     gc.collect()
     gc.freeze()
@@ -167,13 +163,33 @@ def started_once() -> Iterator[None]:
     changed.setattr(gc, "unfreeze", lambda: None)  # it would take the imports with it
     changed.setattr(gc, "get_freeze_count", functools.partial(int, gc.get_freeze_count()))
     changed.setattr("vllm.v1.engine.core.freeze_gc_heap", lambda: None, raising=False)
+    changed.setattr("vllm.v1.worker.gpu_model_runner.gc", _Uncollected, raising=False)
     changed.setattr("accelerate.utils.memory.clear_device_cache", lambda **given: None, raising=False)
-    replace_kernels = functools.cache(CpuPlatform.register_triton_kernel_overrides)
-    changed.setattr(CpuPlatform, "register_triton_kernel_overrides", staticmethod(replace_kernels))
-    with models_inspected_here():
+    with models_inspected_here(), kernels_replaced_once():
         yield
     changed.undo()
     gc.unfreeze()  # libraries that count what is left at the end would complain
+
+
+class _Uncollected:
+    """`gc` for a module that is to collect no garbage."""
+
+    freeze, unfreeze = gc.freeze, gc.unfreeze
+    collect = staticmethod(lambda: 0)
+
+
+_freeze, _tests_ended = gc.freeze, 0
+
+
+def pytest_runtest_logfinish() -> None:
+    """Exclude from collections what the last tests have left for good, such as modules and caches: half a million
+    objects in the end, over which every end of an engine collects garbage. A model of a module's fixture may be among
+    them, and is never freed then; it has 8 MB."""
+    global _tests_ended
+    _tests_ended += 1
+    if not _tests_ended % 50 and gc.get_freeze_count() > 100_000:
+        gc.collect()
+        _freeze()
 
 
 @pytest.fixture

@@ -54,6 +54,17 @@ def test_the_stack_is_there_from_the_start_and_the_environment_is_the_scripts_ow
     assert Script(source).wait(60).stdout == "True None\n"
 
 
+def test_what_engines_would_look_for_at_each_start_is_found(script):
+    source = (
+        "import os\n"
+        "from vllm.model_executor.models.registry import _run_in_subprocess\n"
+        "from vllm.platforms import current_platform\n"
+        "print(_run_in_subprocess(os.getpid) == os.getpid())\n"
+        "print(current_platform.register_triton_kernel_overrides.cache_info().currsize)\n"
+    )
+    assert Script(script(source)).wait(60).stdout == "True\n1\n"
+
+
 def test_ranks_meet(script, tmp_path):
     source = (
         "import json, os, sys, torch, torch.distributed as dist\n"

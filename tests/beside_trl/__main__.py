@@ -26,7 +26,7 @@ def shown(value):
 
 
 def main(names):
-    from trlx_hybrid.testing.processes import models_inspected_here
+    from trlx_hybrid.testing.stack import models_inspected_here
 
     wrong = []
     with models_inspected_here():

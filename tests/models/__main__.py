@@ -5,7 +5,7 @@ models, those only; the other rows stay.
 import sys
 from importlib.metadata import version
 
-from trlx_hybrid.testing.processes import models_inspected_here
+from trlx_hybrid.testing.stack import models_inspected_here
 
 from . import matrix, page, templates
 

@@ -17,30 +17,20 @@ import runpy
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
-STACK = (
-    "accelerate",
-    "datasets",
-    "peft",
-    "torch.distributed.fsdp",
-    "trl.trainer.grpo_trainer",
-    "vllm.entrypoints.llm",
-    "vllm.lora.layers",
-    "vllm.v1.worker.cpu_worker",
-)
 PORTS = range(20000, 32000)
 _born: dict[str, str] = {}  # variables of the process with the imports
 
 
 class Script:
     """A running script, as if started by `python SCRIPT ARGUMENTS`, in a process that is forked from one that has
-    imported `STACK`.
+    imported the training stack (`stack.py`).
 
     Args:
         script: path of the script.
@@ -51,7 +41,7 @@ class Script:
     def __init__(self, script: Path | str, *arguments: object, environment: Mapping[str, str] | None = None) -> None:
         context = multiprocessing.get_context("forkserver")
         if not _born:
-            context.set_forkserver_preload(list(STACK))
+            context.set_forkserver_preload(["trlx_hybrid.testing.preloaded"])
             _born.update(os.environ)
             forkserver.ensure_running()
         variables = dict(os.environ if environment is None else environment)
@@ -158,20 +148,6 @@ def rank_reports(
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(count)]
 
 
-@contextmanager
-def models_inspected_here() -> Iterator[None]:
-    """A context in which vLLM inspects model classes in this process.
-
-    By default vLLM inspects each class that is new on this machine in a subprocess, because the inspection could
-    initialise CUDA. On a CPU it cannot, and the subprocess would spend ten seconds of CPU time on imports.
-    """
-    import pytest  # here, because benchmarks need only `free_port`
-
-    with pytest.MonkeyPatch.context() as changed:
-        changed.setattr("vllm.model_executor.models.registry._run_in_subprocess", lambda look: look())
-        yield
-
-
 def free_port() -> int:
     """Return a TCP port of this machine on which nothing listens.
 
@@ -189,7 +165,8 @@ def free_port() -> int:
 
 
 def _run(command: list[str], environment: dict[str, str], gone: set[str], outputs: list[Path]) -> None:
-    """Run a script in this process, which was forked from one that has imported `STACK`, and set its environment first.
+    """Run a script in this process, which was forked from one that has imported the stack, and set its environment
+    first.
 
     Args:
         command: path of the script and its arguments.
@@ -206,8 +183,7 @@ def _run(command: list[str], environment: dict[str, str], gone: set[str], output
     sys.path[:0] = [str(Path(command[0]).parent), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     gc.freeze()  # engines collect garbage when they start: skip what was imported
     try:
-        with models_inspected_here() if "vllm" in sys.modules else nullcontext():
-            runpy.run_path(command[0], run_name="__main__")
+        runpy.run_path(command[0], run_name="__main__")
     finally:
         atexit._run_exitfuncs()
         sys.stdout.flush()

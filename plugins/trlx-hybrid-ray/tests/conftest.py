@@ -19,7 +19,7 @@ import pytest
 from trlx_hybrid_ray import token
 from trlx_hybrid_ray.cluster import ADDRESS as RAY_ADDRESS
 from trlx_hybrid_ray.cluster import NAMESPACE as RAY_NAMESPACE
-from trlx_hybrid_ray.cluster import announce
+from trlx_hybrid_ray.cluster import NO_IDLE_WORKERS, announce
 
 # Ray gives way to all other processes of a machine, here to tests that wait for it.
 os.environ.setdefault("RAY_worker_niceness", "0")
@@ -27,7 +27,6 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 NAMESPACE = "tests"
 GPUS = 16
 CPUS = 32
-PRESTART = "RAY_prestart_worker_first_driver"  # processes that wait for work which may never come
 LOOKS = {"RAY_health_check_period_ms": "500", "RAY_health_check_initial_delay_ms": "1000"}
 """A head takes a node for dead after five looks in vain: one at which nobody listens is found in 3 s, not in 15. One
 that is slow to answer still has 10 s each time."""
@@ -87,9 +86,9 @@ def without_connection() -> Iterator[None]:
 def _simulated(nodes: tuple[dict[str, Any], ...], namespace: str) -> Iterator[Simulated]:
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # sockets need a short path
     (folder / "ray").mkdir()
-    names = ("RAY_TMPDIR", PRESTART, *LOOKS, RAY_ADDRESS, RAY_NAMESPACE)
-    before = {name: os.environ.get(name) for name in names}
-    os.environ |= {"RAY_TMPDIR": str(folder), PRESTART: "0"} | LOOKS
+    settings = {"RAY_TMPDIR": str(folder)} | NO_IDLE_WORKERS | LOOKS
+    before = {name: os.environ.get(name) for name in (*settings, RAY_ADDRESS, RAY_NAMESPACE)}
+    os.environ |= settings
     secret = token.make(folder)
     try:
         with token.presented(secret, everywhere=False):

@@ -39,6 +39,9 @@ from .token import MODE, PATH, TOKEN
 ADDRESS, NAMESPACE = "RAY_ADDRESS", "TRLX_HYBRID_RAY_NAMESPACE"
 LOCAL, AUTO = "local", "auto"
 START_SECONDS = 60.0
+RAY_GAVE_UP = "The current node timed out during startup"
+"""The text of Ray's error where a node is not up 30 s after its start, a limit that cannot be set. On a busy host a
+start takes longer."""
 STOP_SECONDS = 8.0
 ANSWER_SECONDS = 8.0
 """Seconds that Ray's cluster may take to answer a call. Ray's own client would wait a minute, and then end this
@@ -54,6 +57,9 @@ frame."""
 JOIN_VARIABLE, JOIN_SECONDS = "RAY_gcs_server_port_wait_time_s", "5"
 """The name and the value of one of Ray's environment variables. They limit how often Ray tries to join a cluster whose
 port is open. Each attempt takes about a second, and Ray tries again even after a wrong token."""
+NO_IDLE_WORKERS = {"RAY_enable_worker_prestart": "0", "RAY_prestart_worker_first_driver": "0"}
+"""Ray's environment variables by which a cluster starts no worker before there is work for it. By default Ray starts a
+Python process for each core with the cluster, and actors of a launch, which have variables of their own, use none."""
 
 T = TypeVar("T")
 
@@ -338,7 +344,8 @@ def _started(settings: Mapping[str, object], folder: Path) -> Iterator[str]:
 
     Ray leaves the processes of a cluster in the driver's process group. `timeout` and batch systems end a whole group
     with SIGTERM. That would end the cluster while the driver still needs it to end its actors. So a child process in a
-    session of its own starts the cluster, and ends it when this process is killed.
+    session of its own starts the cluster, and ends it when this process is killed. Where Ray gives up before our
+    deadline, the start is tried again.
 
     Args:
         settings: the arguments of `ray.init`.
@@ -347,7 +354,28 @@ def _started(settings: Mapping[str, object], folder: Path) -> Iterator[str]:
     Raises:
         ClusterError: the cluster does not start.
     """
-    variables = {name: value for name, value in os.environ.items() if name != ADDRESS}
+    began = time.monotonic()
+    while True:
+        with _attempted(settings, folder, began) as (address, said):
+            if address:
+                yield address
+                return
+        waited = time.monotonic() - began
+        if RAY_GAVE_UP not in said or waited > granted(START_SECONDS):
+            raise ClusterError(f"Ray did not start within {waited:.0f} s. {said}")
+
+
+@contextmanager
+def _attempted(settings: Mapping[str, object], folder: Path, began: float) -> Iterator[tuple[str, str]]:
+    """Start the child process of `_started` once. Yields the cluster's address, empty where it has none in time, and
+    the last line that the process wrote. At the end of the context every process of the cluster is killed.
+
+    Args:
+        settings: the arguments of `ray.init`.
+        folder: a folder for the log of the start.
+        began: the time of `time.monotonic` from which on the deadline counts.
+    """
+    variables = NO_IDLE_WORKERS | {name: value for name, value in os.environ.items() if name != ADDRESS}
     command, pipe = [sys.executable, "-m", __name__, json.dumps(settings)], subprocess.PIPE
     with (
         open(folder / "start.log", "w+b") as log,
@@ -357,17 +385,14 @@ def _started(settings: Mapping[str, object], folder: Path) -> Iterator[str]:
     ):
         try:
             assert process.stdout is not None
-            began, ready = time.monotonic(), False
+            ready = False
             # The host's load is measured with a delay, so the deadline is computed again each second.
             while not ready and time.monotonic() - began < granted(START_SECONDS):
                 ready = bool(select.select([process.stdout], [], [], 1.0)[0])
             told = process.stdout.readline() if ready else b""
-            if not told:
-                waited = time.monotonic() - began
-                log.seek(0)
-                last = log.read().decode(errors="replace").strip().splitlines()[-1:]
-                raise ClusterError(f"Ray did not start within {waited:.0f} s. {''.join(last)}")
-            yield told.decode().strip()
+            log.seek(0)
+            last = log.read().decode(errors="replace").strip().splitlines()[-1:]
+            yield told.decode().strip(), "".join(last)
         finally:
             # Nothing uses it any more. Ray's own shutdown asks one process after another, and waits a second for each.
             process.kill()

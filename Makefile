@@ -6,6 +6,8 @@ WORKERS ?= 3
 # For some dozen tests: each worker imports the whole stack.
 FEW ?= 2
 BIN := .venv/bin
+# A fifth of the modules are ever imported: Python compiles those as it imports them, and pip would compile all.
+INSTALL = install -q --no-compile $(PIP_ARGS)
 CPU := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=ERROR TORCH_CPP_LOG_LEVEL=ERROR TOKENIZERS_PARALLELISM=false
 LAUNCH := --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
@@ -30,23 +32,28 @@ PLUGINS := vllm multiturn reshard ray trajectories training algorithms cure
 	@echo "installing into .venv, which takes some minutes"
 	$(PYTHON) -m venv .venv
 	# torch with its dependencies first: where the plain wheel is a CUDA build it brings the libraries it needs.
-	$(BIN)/pip install -q $(PIP_ARGS) "$$(grep '^torch==' requirements/cpu.lock)"
-	$(BIN)/pip install -q $(PIP_ARGS) --no-deps hatchling==1.33.0 editables==0.6 pathspec==1.1.1 trove-classifiers==2026.9.21.13 packaging pluggy
-	$(BIN)/pip install -q $(PIP_ARGS) --no-deps -r requirements/cpu.lock
+	$(BIN)/pip $(INSTALL) "$$(grep '^torch==' requirements/cpu.lock)"
+	$(BIN)/pip $(INSTALL) --no-deps hatchling==1.33.0 editables==0.6 pathspec==1.1.1 trove-classifiers==2026.9.21.13 packaging pluggy
+	$(BIN)/pip $(INSTALL) --no-deps -r requirements/cpu.lock
 	$(BIN)/pip install -q --no-deps --no-build-isolation -e . $(PLUGINS:%=-e plugins/trlx-hybrid-%)
 	@touch $@
 
 .venv/dev: .venv/run requirements/dev.lock
-	$(BIN)/pip install -q $(PIP_ARGS) --no-deps -r requirements/dev.lock
+	$(BIN)/pip $(INSTALL) --no-deps -r requirements/dev.lock
+	@touch $@
+
+# The modules that every test process imports, compiled by one of them.
+.venv/compiled: .venv/dev
+	$(CPU) $(BIN)/python -W ignore -m trlx_hybrid.testing.preloaded
 	@touch $@
 
 quickstart: .venv/run
 	@$(CPU) $(BIN)/accelerate launch $(LAUNCH) examples/quickstart.py $(ARGS)
 
-test: .venv/dev
+test: .venv/compiled
 	$(CPU) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
-test-slow: .venv/dev
+test-slow: .venv/compiled
 	$(CPU) $(BIN)/python -m pytest -m slow -n $(WORKERS) --dist worksteal $(ARGS)
 
 # On a GPU machine, in an environment where README's install ran: whole scripts, each on GPUs of its own.
@@ -71,9 +78,9 @@ test-kills: .venv/dev
 
 # A few distributions in front of those that `make test` runs on. AT_START is run as Python starts.
 .venv-newest/run .venv-vision/run .venv-4bit/run .venv-deepspeed/run: .venv-%/run: requirements/%.lock .venv/dev
-	$(PYTHON) -m venv .venv-$*
+	$(PYTHON) -m venv --without-pip .venv-$*
 	echo '*' > .venv-$*/.gitignore
-	.venv-$*/bin/pip install -q $(PIP_ARGS) --no-deps -r $<
+	$(BIN)/pip --python .venv-$*/bin/python $(INSTALL) --no-deps -r $<
 	.venv-$*/bin/python -c 'import pathlib, sysconfig as of; \
 		here, rest = (of.get_path("purelib", vars=dict(base=base)) for base in (".venv-$*", "$(CURDIR)/.venv")); \
 		lines = f"import site; site.addsitedir({rest!r})", "$(AT_START)", ""; \
@@ -111,10 +118,10 @@ test-deepspeed: .venv-deepspeed/run
 		tests/whole_runs/test_on_a_cpu.py::test_zero3
 
 # OpenEnv and verifiers ask for versions that clash with vLLM's: each has an environment of its own, without torch.
-.venv-%/run: requirements/%.lock
-	$(PYTHON) -m venv .venv-$*
+.venv-%/run: requirements/%.lock .venv/run
+	$(PYTHON) -m venv --without-pip .venv-$*
 	echo '*' > .venv-$*/.gitignore
-	.venv-$*/bin/pip install -q $(PIP_ARGS) --no-deps -r $<
+	$(BIN)/pip --python .venv-$*/bin/python $(INSTALL) --no-deps -r $<
 	@touch $@
 
 .PHONY: test-adapters

@@ -265,7 +265,7 @@ def test_the_quickstart_on_a_fresh_cpu_machine(tmp_path: Path) -> None:
     venv.create(tmp_path / "env", with_pip=True)
     lines = f"set -e\n. {tmp_path}/env/bin/activate\n{install}{then}cd {tmp_path}\npython first.py"
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    clean |= {"PIP_NO_COMPILE": "1"}  # what is imported is compiled then
+    clean |= {"PIP_NO_COMPILE": "0"}  # which switches it on, as pip says; what is imported is compiled then
     done = subprocess.run(
         ["bash", "-c", lines], cwd=ROOT, env=clean, capture_output=True, text=True, timeout=1800, check=False
     )

@@ -97,9 +97,10 @@ test-versions: .venv-newest/run
 .venv-vision/run: AT_START := import tests.support.torchvision_operators
 .venv-vision/run: tests/support/torchvision_operators.py
 
-# The longest first: at the end there is less to wait for.
+# The longest first: at the end there is less to wait for. MKL sums in one order on all processors: by default the gap
+# between trainer and engine of a Qwen3.5 is above its bound on some of them.
 test-vision: .venv-vision/run
-	$(CPU) .venv-vision/bin/python -m pytest -n $(FEW) --dist worksteal -m "slow or not slow" $(ARGS) \
+	$(CPU) MKL_CBWR=COMPATIBLE .venv-vision/bin/python -m pytest -n $(FEW) --dist worksteal -m "slow or not slow" $(ARGS) \
 		'tests/whole_runs/test_on_a_cpu.py::test_episodes_are_recorded_and_replayed_and_sampled_without_training[gallery.py-pictures]' \
 		plugins/trlx-hybrid-ray/tests/test_two_hosts.py::test_a_model_that_sees_images_is_served_by_one_engine_over_both \
 		$(patsubst %,plugins/trlx-hybrid-%/tests/test_images.py,vllm reshard multiturn ray) \

@@ -76,11 +76,16 @@ test-faults: .venv/dev
 test-kills: .venv/dev
 	$(CPU) $(BIN)/python -m tests.whole_runs.kills $(ARGS)
 
+# Another environment, with what its lock file names, installed by the pip of .venv.
+define ENVIRONMENT
+$(PYTHON) -m venv --without-pip .venv-$*
+echo '*' > .venv-$*/.gitignore
+$(BIN)/pip --python .venv-$*/bin/python $(INSTALL) --no-deps -r $<
+endef
+
 # A few distributions in front of those that `make test` runs on. AT_START is run as Python starts.
 .venv-newest/run .venv-vision/run .venv-4bit/run .venv-deepspeed/run: .venv-%/run: requirements/%.lock .venv/dev
-	$(PYTHON) -m venv --without-pip .venv-$*
-	echo '*' > .venv-$*/.gitignore
-	$(BIN)/pip --python .venv-$*/bin/python $(INSTALL) --no-deps -r $<
+	$(ENVIRONMENT)
 	.venv-$*/bin/python -c 'import pathlib, sysconfig as of; \
 		here, rest = (of.get_path("purelib", vars=dict(base=base)) for base in (".venv-$*", "$(CURDIR)/.venv")); \
 		lines = f"import site; site.addsitedir({rest!r})", "$(AT_START)", ""; \
@@ -120,9 +125,7 @@ test-deepspeed: .venv-deepspeed/run
 
 # OpenEnv and verifiers ask for versions that clash with vLLM's: each has an environment of its own, without torch.
 .venv-%/run: requirements/%.lock .venv/run
-	$(PYTHON) -m venv --without-pip .venv-$*
-	echo '*' > .venv-$*/.gitignore
-	$(BIN)/pip --python .venv-$*/bin/python $(INSTALL) --no-deps -r $<
+	$(ENVIRONMENT)
 	@touch $@
 
 .PHONY: test-adapters

@@ -16,6 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,19 +164,12 @@ def started_once() -> Iterator[None]:
     changed.setattr(gc, "unfreeze", lambda: None)  # it would take the imports with it
     changed.setattr(gc, "get_freeze_count", functools.partial(int, gc.get_freeze_count()))
     changed.setattr("vllm.v1.engine.core.freeze_gc_heap", lambda: None, raising=False)
-    changed.setattr("vllm.v1.worker.gpu_model_runner.gc", _Uncollected, raising=False)
+    changed.setattr("vllm.v1.worker.gpu_model_runner.gc", SimpleNamespace(collect=lambda: 0))
     changed.setattr("accelerate.utils.memory.clear_device_cache", lambda **given: None, raising=False)
     with models_inspected_here(), kernels_replaced_once():
         yield
     changed.undo()
     gc.unfreeze()  # libraries that count what is left at the end would complain
-
-
-class _Uncollected:
-    """`gc` for a module that is to collect no garbage."""
-
-    freeze, unfreeze = gc.freeze, gc.unfreeze
-    collect = staticmethod(lambda: 0)
 
 
 _freeze, _tests_ended = gc.freeze, 0

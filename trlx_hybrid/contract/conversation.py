@@ -279,7 +279,8 @@ class ConversationPool(Protocol):
         `PooledConversation.requests`."""
 
     def batch(self) -> Sequence[PooledConversation] | None:
-        """Return the conversations of the batch, all over; None where the rollout has to go on."""
+        """Return the conversations of the batch, all over; None where the rollout has to go on. They may be others when
+        further conversations are over. Those of the moment at which `Rollout.play` returns are trained."""
 
 
 RequestMaker = Callable[[int, int, list[int], list[Any] | None, int | None], Request]

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import time
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -119,11 +120,11 @@ def rollout(**options):
     return MultiTurn(SimpleNamespace(ranks=SimpleNamespace(rank=0), args=None), MultiTurnOptions(**options))
 
 
-def session(lengths):
+def session(lengths, stream=Stream):
     """What `play` needs of a run; its engine's streams are collected."""
     streams = []
 
-    class Opened(Stream):
+    class Opened(stream):
         def __enter__(self):
             streams.append(self)
             return self
@@ -268,3 +269,26 @@ def test_broken_conversations_are_counted_in_the_batch_that_trains_them(gate):
     assert len(failed[0].weight_versions) == len(failed[0].completion_ids)
     with pytest.raises(TrajectoriesFailedError, match=r"1 of 4 trajectories broke off, 0 may"):
         playing(max_failed=0.0)
+
+
+def test_an_answer_at_the_last_moment_changes_the_batch_and_its_metrics(gate):
+    """A call ends while the engine is interrupted, and an older group is complete by it."""
+    lengths = [[1, 1], *[[6]] * 5, *[[9]] * 6]
+
+    def lost(turn):
+        gate.wait()
+        raise asyncio.CancelledError
+
+    class Interrupted(Stream):
+        def sampled(self, key):
+            gate.set()
+            while plays._in_flight._loop._inbox.empty() and pool.unfinished()[0].conversation.failure is None:
+                time.sleep(0.001)
+            return super().sampled(key)
+
+    plays, pool = rollout(tools="thread", max_failed=1.0), Conversations(lengths, 3, 2, {"look": lost})
+    run = session(lengths, Interrupted)
+    plays.play(run, pool)
+    plays.close()
+    assert [group.number for group in pool.pool.ready()] == [0, 1]
+    assert run.metrics["hybrid/trajectories/failed"] == 1

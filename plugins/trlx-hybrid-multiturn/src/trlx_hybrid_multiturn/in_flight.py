@@ -57,14 +57,14 @@ class ConversationsInFlight:
             self._loop = Loop(stream, progress, width=width, seconds=options.max_seconds)
         make = functools.partial(self._trajectories, session)
         self._loop.add(make([row for row in pool.unfinished() if row not in self._known]))
-        complete = _Complete(self)
         try:
-            self._loop.go_on(stream, progress, lambda: make(pool.begin()), complete)
+            self._loop.go_on(stream, progress, lambda: make(pool.begin()), _Complete(self))
         except BaseException:
             self._known.clear()  # the loop has ended them; the pool keeps what they had
             raise
-        assert complete.batch is not None
-        return complete.batch
+        batch = pool.batch()  # asked again: tools that answered at the end may have completed an older group
+        assert batch is not None
+        return batch
 
     def close(self) -> None:
         """End the conversations, and abandon their tool calls. The pool keeps what they have."""
@@ -104,14 +104,13 @@ class _Complete:
     """A function that returns whether the batch is complete. It asks the pool only when a conversation has ended."""
 
     def __init__(self, conversations: ConversationsInFlight) -> None:
-        self._conversations, self._seen = conversations, -1
-        self.batch: Sequence[PooledConversation] | None = None
+        self._conversations, self._seen, self._complete = conversations, -1, False
 
     def __call__(self) -> bool:
         if self._conversations.ended != self._seen:
             self._seen = self._conversations.ended
-            self.batch = self._conversations.pool.batch()
-        return self.batch is not None
+            self._complete = self._conversations.pool.batch() is not None
+        return self._complete
 
 
 class PooledEpisode(ToolEpisode):

@@ -15,6 +15,7 @@ class SimulatedStream:
 
     def __init__(self, lengths):
         self._lengths, self._running, self._next = lengths, {}, 0
+        self._finished, self.sampled_tokens = {}, 0
 
     def add(self, request):
         self._running[self._next] = [request, []]
@@ -22,18 +23,23 @@ class SimulatedStream:
         return self._next - 1
 
     def step(self, more):
-        finished = []
-        for key, (request, tokens) in list(self._running.items()):
-            tokens.append(len(request.prompt_ids) - 1 + len(tokens))
-            assert len(tokens) <= request.max_tokens
-            if len(request.prompt_ids) - 1 + len(tokens) == self._lengths[request.row]:
-                finished.append((key, self._completion(tokens, "stop")))
-                del self._running[key]
-        assert len(self._running) + len(finished) <= self.most
+        self.work()
+        finished, self._finished = list(self._finished.items()), {}
         return finished, more
 
+    def work(self):
+        """Sample a token for each request, as an engine on other GPUs does while the trainer trains."""
+        assert len(self._running) <= self.most
+        for key, (request, tokens) in list(self._running.items()):
+            tokens.append(len(request.prompt_ids) - 1 + len(tokens))
+            self.sampled_tokens += 1
+            assert len(tokens) <= request.max_tokens
+            if len(request.prompt_ids) - 1 + len(tokens) == self._lengths[request.row]:
+                self._finished[key] = self._completion(tokens, "stop")
+                del self._running[key]
+
     def sampled(self, key):
-        return self._completion(self._running[key][1], None)
+        return self._finished.get(key) or self._completion(self._running[key][1], None)
 
     @staticmethod
     def _completion(tokens, reason):
@@ -74,13 +80,14 @@ def schedules(draw):
             st.lists(lengths, min_size=size * batches * completions, max_size=size * batches * completions)
         ),
         "restored": draw(st.integers(0, 8)),
+        "training": draw(st.one_of(st.just(0), st.integers(1, LONGEST))),  # steps of the engine meanwhile
     }
 
 
 @settings(max_examples=1000, deadline=None)
 @given(schedules())
 def test_no_group_is_lost_doubled_or_late(plan):
-    pool, trained = Pool(plan["size"], plan["depth"]), []
+    pool, trained, sampled = Pool(plan["size"], plan["depth"]), [], 0
     for batch in range(plan["batches"]):
         if batch == plan["restored"]:  # as a checkpoint does
             saved, pool = copy.deepcopy(pool.state()), Pool(plan["size"], plan["depth"])
@@ -103,6 +110,12 @@ def test_no_group_is_lost_doubled_or_late(plan):
         stream.most = plan["in_flight"]
         rollout = PoolRollout(pool, stream, in_flight=plan["in_flight"], version=batch, begin=begin, request=request)
         chosen = rollout.run()
+        if plan["training"]:
+            rollout.go_on()
+        for _ in range(plan["training"]):
+            stream.work()
+        rollout.interrupt()
+        sampled += stream.sampled_tokens
         assert len(chosen) == plan["size"]
         for group in chosen:
             assert batch - min(row.versions[0] for row in group.rows) <= plan["depth"]
@@ -113,6 +126,7 @@ def test_no_group_is_lost_doubled_or_late(plan):
                 assert row.versions == sorted(row.versions)
         trained += [group.index for group in chosen]
     assert sorted(trained) == list(range(plan["size"] * plan["batches"]))
+    assert sampled == sum(plan["lengths"])  # none twice
     assert not pool.groups
     if plan["depth"] == 0:
         assert trained == sorted(trained)

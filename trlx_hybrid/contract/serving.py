@@ -16,6 +16,8 @@ from .protocols import Engine
 from .types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
+    import asyncio
+
     import torch
 
 
@@ -35,11 +37,15 @@ class EngineServer(Protocol):
             EngineError: the engine cannot be built; says why and what to change.
         """
 
-    async def generate(self, request: Request, sampling: Sampling) -> Completion:
+    async def generate(self, request: Request, sampling: Sampling, interrupted: asyncio.Event) -> Completion:
         """Sample one completion; many calls may run at once. Cancelling a call frees what its request holds.
 
         A server that its plugin registered with `keeps=True` lists the ids from which each token was sampled
         (`Completion.support`) if `Run.over_support` is true and the sampling excludes some ids.
+
+        Args:
+            interrupted: set where the request must end at once. Then the completion has the tokens that were sampled so
+                far, and None as its `finish_reason`. It is set only on servers registered with `interrupts=True`.
 
         Raises:
             ServerDiedError: the engine is gone.

@@ -58,8 +58,9 @@ class Component:
             returns why the component cannot serve this model, or None.
         streams: for an engine: whether it serves requests one at a time (`Engine.stream`).
         interrupts: for an engine: whether its streams say what an unfinished request has sampled (`Stream.sampled`), so
-            that the request can be interrupted and go on later. For a rollout: whether conversations with tools can
-            stay in flight over several rollouts (`Rollout.play`).
+            that the request can be interrupted and go on later. For a server: whether `EngineServer.generate` can be
+            interrupted. For a rollout: whether conversations with tools can stay in flight over several rollouts
+            (`Rollout.play`).
         routes: for an engine: whether its completions can name the experts of their tokens (`Completion.experts`).
         keeps: for an engine or a server: whether its completions can name the ids that tokens were sampled from
             (`Completion.support`).

@@ -114,7 +114,8 @@ class Pool:
 
 
 class PoolRollout:
-    """One rollout of a pool: samples until the pool has the groups of a batch, and interrupts the other rows.
+    """One rollout of a pool: samples until the pool has the groups of a batch. The other rows are interrupted then, or
+    later where the engine goes on while the batch is trained.
 
     Args:
         pool: the pool.
@@ -149,24 +150,38 @@ class PoolRollout:
         self.steps = self.sampled = self.alone = 0
 
     def run(self) -> list[PooledGroup]:
-        """Sample, and return the groups of the batch. Where several ranks run the engine, all of them must call it
-        together; rows of a rank that has its batch go on until every rank has its own."""
+        """Sample, and return the groups of the batch. The rows of the others are not interrupted yet. Where several
+        ranks run the engine, all of them must call it together; rows of a rank that has its batch go on until every
+        rank has its own."""
         self._fill()
         chosen, more = self._pool.ready(), True
         while more and (chosen is None or self._stream.shared):
             self.steps, self.sampled = self.steps + 1, self.sampled + len(self._running)
             self.alone += 4 * len(self._running) < self._in_flight
-            finished, more = self._stream.step(chosen is None)
-            for key, completion in finished:
-                self._running.pop(key).extend(completion, self._version)
+            finished, more = self._step(chosen is None)
             if finished:  # in most steps no row ends
                 self._fill()
                 chosen = self._pool.ready()
-        for key, row in self._running.items():
-            row.extend(self._stream.sampled(key), self._version)
         assert chosen is not None
         self._pool.take(chosen)
         return chosen
+
+    def go_on(self) -> None:
+        """Hand the engine what it has not been given yet, since it goes on without further steps."""
+        self._step(False)
+
+    def _step(self, more: bool) -> tuple[bool, bool]:
+        """Let the engine take a step; return whether a row has ended, and whether a rank has something left to do."""
+        finished, anyone = self._stream.step(more)
+        for key, completion in finished:
+            self._running.pop(key).extend(completion, self._version)
+        return bool(finished), anyone
+
+    def interrupt(self) -> None:
+        """Interrupt the rows that are being sampled, and keep their tokens. The rollout is over."""
+        for key, row in self._running.items():
+            row.extend(self._stream.sampled(key), self._version)
+        self._running = {}
 
     def _fill(self) -> None:
         """Let further rows be sampled, as far as there is room: interrupted ones first, then those of new groups."""

@@ -20,11 +20,13 @@ STEPS = 2
 class Trained:
     """A trainer that has trained, and what its reward function saw."""
 
-    def __init__(self, folder, hybrid, plugins=(), **settings):
+    def __init__(self, folder, hybrid, plugins=(), callbacks=(), resume=None, **settings):
         self.completions, self.rewards = [], []
+        evaluated = settings.pop("eval_dataset", None)
         self.trainer = GRPOTrainer(
             model=tiny_model(),
             reward_funcs=self._digits,
+            callbacks=list(callbacks),
             args=GRPOConfig(
                 output_dir=str(folder),
                 **{
@@ -45,11 +47,12 @@ class Trained:
                 | settings,
             ),
             train_dataset=sorting_prompts(),
+            eval_dataset=evaluated,
             processing_class=character_tokenizer(),
             hybrid=hybrid,
             plugins=plugins,
         )
-        self.trainer.train()
+        self.trainer.train(resume_from_checkpoint=resume)
         self.session = self.trainer.session
         self.losses = [log["loss"] for log in self.trainer.state.log_history if "loss" in log]
 

@@ -80,6 +80,12 @@ def test_servers_that_cannot_say_what_they_kept_are_refused(tmp_path, options, m
         Trained(tmp_path, HybridConfig(engine="remote", engine_options=options), [Silent()], top_k=20)
 
 
+def test_rows_stay_in_flight_only_on_servers_whose_requests_can_be_interrupted(tmp_path):
+    engine = {"engine": "remote", "engine_options": {"server": "silent"}}
+    with pytest.raises(ComponentError, match="requests of server 'silent' cannot be interrupted"):
+        Trained(tmp_path, HybridConfig(**engine, rollout_options={"max_staleness": 1}), [Silent()])
+
+
 def test_engines_get_no_gpu_that_a_trainer_outside_of_ray_uses(two_nodes):
     plan = SimpleNamespace(ranks=2, gpus=1.0)
     node = two_nodes.nodes[0]

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -148,4 +149,17 @@ def test_ranks_of_a_launch_share_engines(two_nodes, capfd, tmp_path, monkeypatch
         assert mine["sharded"]
         assert mine["rewards"] == theirs["rewards"]
         assert mine["losses"] == pytest.approx(theirs["losses"], abs=1e-5)
+    assert nothing_left(str(tmp_path), segments) == []
+
+
+def test_ranks_of_a_launch_share_engines_that_sample_while_they_train(two_nodes, capfd, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    segments, script = Segments(), SCRIPTS / "remote_grpo.py"
+    done = launch(capfd, tmp_path, script, tmp_path, "staleness=2", nodes=2)
+    assert done.code == 0, done.err[-4000:]
+    ranks = [report["rows"] for report in reports(tmp_path)]
+    prompts = Counter(tuple(prompt) for batches in ranks for batch in batches for prompt, _ in batch)
+    assert set(prompts.values()) == {4}
+    ages = [age for batches in ranks for batch in batches for _, row in batch for age in row]
+    assert 0 < max(ages) <= 2
     assert nothing_left(str(tmp_path), segments) == []

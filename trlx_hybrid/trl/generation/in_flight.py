@@ -12,6 +12,7 @@ import itertools
 import logging
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,13 +138,18 @@ class InFlight:
             "ranks": session.ranks.world,
             "tools": converses,
         }
+        self._rollout: tuple[PoolRollout, ExitStack] | None = None  # on engines that sample while the trainer trains
         self.start(None)
 
     @property
     def note(self) -> str:
         """A line to print when the run starts."""
-        steps = self._settings["max_staleness"]
-        return f"rows in flight: for up to {steps} optimizer steps, {self._in_flight} rows at a time on each rank"
+        steps, engine = self._settings["max_staleness"], self._session.selection.engine
+        goes_on = engine is not None and engine.component.remote and not self._converses
+        return (
+            f"rows in flight: for up to {steps} optimizer steps, {self._in_flight} rows at a time on each rank"
+            f"{', also while the trainer trains' if goes_on else ''}"
+        )
 
     def start(self, checkpoint: str | None) -> None:
         """Begin a training run with an empty pool, or with that of a checkpoint. Called before the engine starts.
@@ -151,6 +157,8 @@ class InFlight:
         Raises:
             ConfigError: the checkpoint's pool is that of a run with other settings, or this rank's part of it is lost.
         """
+        self._end_rollout(keep=False)
+        self._interrupted = 0, 0
         self._pool = Pool(self._size, self._depth, PooledConversation if self._converses else PooledRow)
         self._conversations: PooledConversations | None = None
         self._order: PromptOrder | None = None
@@ -196,9 +204,11 @@ class InFlight:
         self._order.load_state(state["order"])
 
     def save(self, folder: Path) -> None:
-        """Write this rank's pool into a checkpoint's folder."""
+        """Write this rank's pool into a checkpoint's folder. Engines that sample while the trainer trains stop, and go
+        on with the next batch."""
         if self._order is None:
             return
+        self._end_rollout()
         folder.mkdir(parents=True, exist_ok=True)
         state = {"pool": self._pool.state(), "order": self._order.state(), "settings": self._settings}
         write_file(state, self._file(folder))
@@ -242,24 +252,51 @@ class InFlight:
         return of_dataset, staleness
 
     def _completed(self, trainer: StockTrainer) -> list[PooledGroup]:
-        """Sample completions until the groups of a batch are complete, and return these."""
+        """Sample completions until the groups of a batch are complete, and return these. An engine of the trainer's own
+        GPUs is interrupted then. One on other GPUs goes on until the weights change."""
         session = self._session
         assert session.selection.engine is not None
-        source = session.live_engine.stream(session.sampling)
-        with preserved_generators(), blaming(session.selection.engine.component, "stream"), source as stream:
+        component = session.selection.engine.component
+        self._end_rollout()
+        with preserved_generators(), blaming(component, "stream"), ExitStack() as opened:
             rollout = PoolRollout(
                 self._pool,
-                stream,
+                opened.enter_context(session.live_engine.stream(session.sampling)),
                 in_flight=self._in_flight,
                 version=session.weight_version,
                 begin=lambda: self._begin(trainer),
                 request=self._request,
             )
             chosen = rollout.run()
+            self._rollout = rollout, opened.pop_all()
+            if component.remote:
+                rollout.go_on()
+        if not component.remote:
+            self._end_rollout()
         steps = max(1, rollout.steps)
         session.metrics["hybrid/in_flight/occupancy"] = rollout.sampled / steps / self._in_flight
         session.metrics["hybrid/in_flight/alone"] = rollout.alone / steps
         return chosen
+
+    def _end_rollout(self, keep: bool = True) -> None:
+        """Interrupt the rows that are being sampled, if any, and close the engine's stream.
+
+        Args:
+            keep: whether the pool gets what they have sampled.
+        """
+        if self._rollout is None:
+            return
+        (rollout, opened), self._rollout = self._rollout, None
+        assert self._session.selection.engine is not None
+        with preserved_generators(), blaming(self._session.selection.engine.component, "stream"), opened:
+            if keep:
+                rollout.interrupt()
+                self._count()
+
+    def _count(self) -> None:
+        """Count the rows that were interrupted, and their tokens."""
+        unfinished = [row for group in self._pool.groups for row in group.rows if not row.over]
+        self._interrupted = len(unfinished), sum(row.tokens for row in unfinished)
 
     def _played(self, trainer: StockTrainer) -> list[PooledGroup]:
         """Let the rollout component play conversations until the groups of a batch are complete, and return these."""
@@ -273,6 +310,7 @@ class InFlight:
         if chosen is None:
             raise fault(session.sampler.source, "play", "no complete batch", "one")
         self._pool.take(chosen)
+        self._count()
         return chosen
 
     def _begin(self, trainer: StockTrainer) -> PooledGroup | None:
@@ -302,15 +340,15 @@ class InFlight:
         )
 
     def _log(self, ages: list[int]) -> None:
-        """Add to the rollout's metrics how much was interrupted, and how old the batch's sampled tokens are.
+        """Add to the rollout's metrics how much was interrupted at last, and how old the batch's sampled tokens are.
 
         Args:
             ages: for each of these tokens, the number of optimizer steps between its sampling and the batch.
         """
-        unfinished = [row for group in self._pool.groups for row in group.rows if not row.over]
+        rows, tokens = self._interrupted
         self._session.metrics |= {
-            "hybrid/in_flight/rows": float(len(unfinished)),
-            "hybrid/in_flight/tokens": float(sum(row.tokens for row in unfinished)),
+            "hybrid/in_flight/rows": float(rows),
+            "hybrid/in_flight/tokens": float(tokens),
             "hybrid/staleness/mean": sum(ages) / max(1, len(ages)),
             "hybrid/staleness/max": float(max(ages, default=0)),
         }

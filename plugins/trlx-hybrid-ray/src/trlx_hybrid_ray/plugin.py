@@ -24,6 +24,12 @@ def _refuses(session: Session, options: RemoteOptions) -> str | None:
 
     component, server_options = served_by(session, options)
     reason = component.refusal(session, server_options)
+    staleness = session.config.options("rollout").get("max_staleness")
+    if reason is None and staleness and not component.interrupts:
+        return (
+            f"requests of server {component.name!r} cannot be interrupted, and rollout_options has "
+            f"max_staleness={staleness}. Leave it out."
+        )
     setting = session.sampling.truncated_by() if session.over_support else None
     if reason is None and setting is not None and not component.keeps:
         return (
@@ -43,6 +49,7 @@ def trlx_register(registry: Registry) -> None:
         options=RemoteOptions,
         refuses=_refuses,
         streams=True,
+        interrupts=True,
         keeps=True,
         remote=True,
         by_name=True,

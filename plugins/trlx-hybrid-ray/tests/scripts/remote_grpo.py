@@ -1,13 +1,14 @@
 """GRPO with engines in Ray actors; prints rewards, and seconds and bytes of each weight sync.
 
     python remote_grpo.py OUT [engine=remote] [replicas=1] [tp=1] [model=tiny|1.5b] [steps=4] [backend=auto] [fsdp=1]
-        [lose=N] [judge=N]
+        [lose=N] [judge=N] [staleness=0]
     trlx-hybrid launch --gpus-per-node 1 remote_grpo.py OUT [...]
 
 Without GPUs everything on the CPU. Under `trlx-hybrid launch` every rank trains, and all sample from the same engines,
 on the GPUs that are left, with weights by `nccl`. Engines start without CUDA graphs, which would take minutes. With
 `lose` the engines' processes are killed LOSE_SECONDS after sync N began. With `judge` the reward is computed in N Ray
-actors of each rank, while others are sampled.
+actors of each rank, while others are sampled. With `staleness` rows stay in flight, and engines sample while the ranks
+train.
 """
 
 import json
@@ -53,10 +54,10 @@ def kill_engines(session):
 
 
 class Syncs:
-    """Says what each weight sync took."""
+    """Says what each weight sync took, and keeps the prompt and the staleness of each row."""
 
     def __init__(self, lose):
-        self.reports, self._lose = [], lose
+        self.reports, self.rows, self._lose = [], [], lose
 
     @hookimpl
     def trlx_sync_start(self, session, plan):
@@ -71,12 +72,17 @@ class Syncs:
             seconds, size = report.seconds, report.bytes / 1e9
             print(f"sync {report.version}: {seconds:.3f} s, {size:.3f} GB, {report.verified} checked{gap}", flush=True)
 
+    @hookimpl
+    def trlx_rollout_end(self, session, trajectories):
+        now = session.weight_version
+        self.rows.append([(t.prompt_ids, [now - version for version in t.weight_versions]) for t in trajectories])
+
 
 def main():
     out = Path(sys.argv[1])
     out.mkdir(parents=True, exist_ok=True)
     options = {"engine": "remote", "replicas": "1", "tp": "1", "model": "tiny", "steps": "4"}
-    options |= {"backend": "auto", "lose": "-1", "judge": "0"}
+    options |= {"backend": "auto", "lose": "-1", "judge": "0", "staleness": "0"}
     options |= dict(option.split("=") for option in sys.argv[2:])
     cuda, rank = torch.cuda.is_available(), int(os.environ.get("RANK", "0"))
     if options.get("fsdp") and not cuda:
@@ -105,6 +111,7 @@ def main():
             weights="transfer",
             weights_options={"backend": options["backend"]},
             verify_every=1,
+            rollout_options={"max_staleness": int(options["staleness"])},
         )
     else:
         hybrid = HybridConfig(engine="vllm", verify_every=1)
@@ -139,6 +146,7 @@ def main():
         "weights": trainer.session.weights.name,
         "sharded": all(hasattr(p, "full_tensor") for p in trainer.model.parameters()),
         "rewards": rewards,
+        "rows": syncs.rows,
         "losses": [log["loss"] for log in trainer.state.log_history if "loss" in log],
         "sync_seconds": [r.seconds for r in syncs.reports],
         "sync_bytes": [r.bytes for r in syncs.reports],

@@ -123,6 +123,7 @@ def trlx_register(registry: Registry) -> None:
         options=VLLMOptions,
         unavailable=unavailable,
         refuses=_server_refuses,
+        interrupts=True,
         keeps=True,
         summary="separate vLLM processes, for engine=remote",
     )

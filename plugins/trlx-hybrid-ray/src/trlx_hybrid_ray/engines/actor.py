@@ -31,10 +31,11 @@ where the engine died."""
 
 @dataclass(slots=True)
 class _Stream:
-    """The requests that one stream of a rank has sent to this actor: their running tasks by the request's key, and the
-    completions and errors that wait for `EngineActor.collect`."""
+    """The requests that one stream of a rank has sent to this actor: their running tasks by the request's key, the
+    event that interrupts them, and the completions and errors that wait for `EngineActor.collect`."""
 
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    interrupted: asyncio.Event = field(default_factory=asyncio.Event)
     outputs: asyncio.Queue[Output] = field(default_factory=asyncio.Queue)
 
 
@@ -103,6 +104,10 @@ class EngineActor:
             if key in self._streams[stream].tasks:
                 self._streams[stream].tasks.pop(key).cancel()
 
+    async def interrupt(self, stream: str) -> None:
+        """Interrupt all requests of a stream. `collect` then returns the tokens that they have sampled so far."""
+        self._streams[stream].interrupted.set()
+
     async def end(self, stream: str) -> None:
         """End a stream: cancel its requests, and forget its completions."""
         for task in self._streams.pop(stream, _Stream()).tasks.values():
@@ -138,7 +143,7 @@ class EngineActor:
         """Sample one request, and queue its completion, or the error, for `collect`."""
         found: Completion | EngineError
         try:
-            found = await self._running.generate(request, sampling)
+            found = await self._running.generate(request, sampling, stream.interrupted)
         except EngineError as error:  # in a class and a form that the trainer can unpickle
             found = (ServerDiedError if isinstance(error, ServerDiedError) else EngineError)(str(error))
         except Exception as error:  # a third party's server: its exceptions must reach the trainer

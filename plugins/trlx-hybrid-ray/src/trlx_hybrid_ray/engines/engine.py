@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -69,6 +70,7 @@ class RemoteEngine:
         self.plan: ServerPlan = component.build(session, server_options)
         self.max_model_len, self.dtype, self.quantized = self.plan.max_model_len, self.plan.dtype, self.plan.quantized
         self._current: frozenset[int] = frozenset()  # engines that hold the weights of the last sync
+        self._streams: weakref.WeakSet[RemoteStream] = weakref.WeakSet()  # some are open while the trainer trains
         ensure_connected()
         self.pool = EnginePool(self.plan, options, session.ranks, _gpus_of_trainers(session))
         try:
@@ -98,7 +100,9 @@ class RemoteEngine:
             sampling: the sampling parameters of all requests.
         """
         channel = f"{self._session.ranks.rank}-{secrets.token_hex(8)}"
-        return RemoteStream(self.pool, self._holding(), sampling, channel, self._options.deadline, self._revived).open()
+        stream = RemoteStream(self.pool, self._holding(), sampling, channel, self._options.deadline, self._revived)
+        self._streams.add(stream)
+        return stream.open()
 
     def _holding(self) -> list[int]:
         """Return the numbers of the living engines that hold the weights of the last sync."""
@@ -206,9 +210,12 @@ class RemoteEngine:
         """Do nothing: the engines run in other processes, and their memory is not needed for training."""
 
     def wake(self, what: str) -> None:
-        """Replace dead engines if `what` is "weights", which the trainer wakes before a weight sync; otherwise do
-        nothing, because the memory of remote engines is never given up. Collective."""
+        """Interrupt all requests and replace dead engines if `what` is "weights", which the trainer wakes before a
+        weight sync: no request is sampled by two versions of the weights. Otherwise do nothing, because the memory of
+        remote engines is never given up. Collective."""
         if what == "weights":
+            for stream in self._streams:
+                stream.interrupt()
             self.pool.restore()
 
     def resident(self, what: str) -> list[Tensor]:

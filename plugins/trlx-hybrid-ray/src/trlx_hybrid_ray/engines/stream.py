@@ -19,6 +19,8 @@ from .pool import CHECK_SECONDS, EnginePool
 TICK = 0.01  # seconds that a step waits for a completion: answers of tools wait for the step to end
 COLLECT_SECONDS = 1.0  # seconds that a call waits in the actor for completions
 WAIT = 1.0  # seconds of one wait where there is no other work
+NOTHING = Completion(token_ids=[], logprobs=[])
+"""The tokens of a request that was interrupted before an engine had sampled any."""
 
 
 class RemoteStream:
@@ -59,6 +61,7 @@ class RemoteStream:
         self._progress: dict[int, float] = {}  # engine -> when it last finished something, or got something to do
         self._heard: dict[int, float] = {}  # engine -> when it last answered a call
         self._next = 0
+        self._interrupted: dict[int, Completion] | None = None  # by key, once the requests were interrupted
 
     def add(self, request: Request) -> int:
         """Queue a request, which the next step sends. Returns the request's key, which comes back with its
@@ -77,6 +80,35 @@ class RemoteStream:
             self._unsent.remove(key)
         elif server in self._pool.replicas:
             self._pool.replicas[server].handle.abort.remote(self._channel, [key])
+
+    def interrupt(self) -> None:
+        """Interrupt all unfinished requests, and wait until their engines have returned what these have sampled. The
+        stream takes no further requests. A request whose engine is dead has sampled nothing.
+
+        Raises:
+            EngineError: an engine refused a request.
+        """
+        if self._interrupted is not None:
+            return
+        self._interrupted = {}
+        now = self._clock.now()
+        for server in self._router.servers:
+            if server in self._pool.replicas and self._router.load(server):
+                self._progress[server] = self._heard[server] = now  # the trainer may not have listened for a while
+                self._pool.replicas[server].handle.interrupt.remote(self._channel)
+        while self._requests:
+            self._interrupted.update(self._collected(WAIT))
+            self._interrupted.update((key, NOTHING) for key in self._unsent)
+            for key in self._unsent:
+                del self._requests[key]
+            self._unsent = []
+
+    def sampled(self, key: int) -> Completion:
+        """Return the tokens that an unfinished request has sampled so far. All requests of the stream are interrupted
+        by the first call."""
+        self.interrupt()
+        assert self._interrupted is not None
+        return self._interrupted.pop(key)
 
     def step(self, more: bool) -> tuple[list[tuple[int, Completion]], bool]:
         """Send queued requests, and return the requests that have finished as (key, completion). If none has finished,
@@ -103,15 +135,25 @@ class RemoteStream:
         Raises:
             EngineError: an engine refused a request, or none is left and none can be started.
         """
+        self._send()
+        return self._collected(wait) if self._requests else []
+
+    def _collected(self, wait: float) -> list[tuple[int, Completion]]:
+        """Return the requests that have finished, as (key, completion), after waiting at most `wait` seconds for the
+        first. Requests of engines that have died are queued again.
+
+        Raises:
+            EngineError: an engine refused a request.
+        """
         import ray
 
-        self._send()
-        if not self._requests:
-            return []
+        self._forget_the_dead()
         for server in self._router.servers:
             if self._router.load(server) and server not in self._collecting.values():
                 handle = self._pool.replicas[server].handle
                 self._collecting[handle.collect.remote(self._channel, COLLECT_SECONDS)] = server
+        if not self._collecting:
+            return []
         ready, _ = ray.wait(list(self._collecting), num_returns=1, timeout=wait)
         if ready:
             ready, _ = ray.wait(list(self._collecting), num_returns=len(self._collecting), timeout=0)
@@ -137,10 +179,8 @@ class RemoteStream:
     # --- to the engines and back ------------------------------------------------------------------------------------
 
     def _send(self) -> None:
-        """Send the queued requests. Before that, assign requests of dead engines to living ones: another part of this
-        process, such as a weight sync, may have found an engine dead and removed it from the pool."""
-        for server in [s for s in self._router.servers if s not in self._pool.replicas]:
-            self._resend(server)  # found dead elsewhere, for example by a weight sync
+        """Send the queued requests. Before that, queue those of dead engines again."""
+        self._forget_the_dead()
         if not self._unsent:
             return
         if not self._router.servers:
@@ -155,6 +195,12 @@ class RemoteStream:
             self._pool.replicas[server].handle.add.remote(self._channel, batch, self._sampling)
             if self._router.load(server) == len(batch):  # it was idle before
                 self._progress[server] = self._heard[server] = self._clock.now()
+
+    def _forget_the_dead(self) -> None:
+        """Queue the requests of engines that another part of this process, such as a weight sync, has found dead and
+        removed from the pool."""
+        for server in [s for s in self._router.servers if s not in self._pool.replicas]:
+            self._resend(server)
 
     def _taken(self, server: int, reference: Reference) -> list[tuple[int, Completion]]:
         """Read the result of an engine's `collect` call, and return the requests that have finished as (key,

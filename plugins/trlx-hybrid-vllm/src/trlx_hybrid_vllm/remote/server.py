@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import itertools
 import os
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from ..generate.support import ServedIds
     from ..options import VLLMOptions
 
+ABORTED = "abort"  # vLLM's finish reason of a request that was aborted
+AGAIN = 0.01  # seconds after which a request is aborted again
 SHARE = 0.9  # of each GPU: an engine of its own has it to itself
 FOLLOWING = ("VLLM_", "HF_", FLOAT32_PRODUCTS)
 """Prefixes of environment variables that change what vLLM does: the trainer's values are passed on to the servers."""
@@ -221,8 +224,11 @@ class VLLMServer:
                     "vllm_* arguments)."
                 ) from error
 
-    async def generate(self, request: Request, sampling: Sampling) -> Completion:
+    async def generate(self, request: Request, sampling: Sampling, interrupted: asyncio.Event) -> Completion:
         """Sample one completion. The request brings its own seed, so other requests do not change its tokens.
+
+        Args:
+            interrupted: once it is set, the completion is returned with the tokens that were sampled so far.
 
         Raises:
             EngineError: vLLM cannot serve the request.
@@ -248,10 +254,13 @@ class VLLMServer:
                 await ids.open(request_id, forbidden(shared))
             if request.images is not None and (reason := await self._causal_pictures()) is not None:
                 raise EngineError(reason)
-            async for output in self._llm.generate(prompt_of(request), params, request_id):
-                final = output
+            async with self._ended_with(interrupted, request_id):
+                async for output in self._llm.generate(prompt_of(request), params, request_id):
+                    final = output
             refuse_another_prompt(request, final.prompt_token_ids)
             completion = completion_of(final.outputs[0])
+            if completion.finish_reason == ABORTED:
+                completion = replace(completion, finish_reason=None)
             if ids is None:
                 return completion
             support = await ids.take(request_id, len(request.prompt_ids), len(completion.token_ids))
@@ -263,6 +272,23 @@ class VLLMServer:
         finally:
             if ids is not None:
                 ids.close(request_id)
+
+    @asynccontextmanager
+    async def _ended_with(self, interrupted: asyncio.Event, request_id: str) -> AsyncIterator[None]:
+        """Abort a request of vLLM's when an event is set; vLLM then yields what it has sampled. Until the end of the
+        `async with` block it is aborted again and again, because vLLM may not know the request yet."""
+
+        async def abort() -> None:
+            await interrupted.wait()
+            while True:
+                await self._llm.abort(request_id)
+                await asyncio.sleep(AGAIN)
+
+        task = asyncio.create_task(abort())
+        try:
+            yield
+        finally:
+            task.cancel()
 
     def _kept_ids(self) -> ServedIds | None:
         """Return the object that collects the ids that each token is sampled from; None where nobody needs the ids."""

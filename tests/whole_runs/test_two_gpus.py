@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import whole_run
-from cases import BASE, STEPS, Case, flags
+from cases import BASE, IN_FLIGHT, STEPS, Case, flags
 from whole_run import SCRIPTS
 
 GPUS = 2
@@ -93,16 +93,26 @@ def test_two_adapters_with_a_reference(sharding, model, whole, tmp_path):
     whole_run.check_adapters(command, given, model("plain"), whole, tmp_path, LIMIT, environment=variables)
 
 
-@pytest.mark.parametrize("part", [{}, {"top_k": 20, "top_p": 0.9}], ids=["all-ids", "part-of-the-ids"])
-def test_an_engine_of_its_own(part, model, whole, tmp_path):
-    """The trainer on one GPU, the engine on the other; with truncated sampling it names the ids that it kept."""
+def apart(changes, model, whole, folder):
+    """Train on one GPU, with the engine on the other; returns the log's history."""
     options = {"replicas": 1, "server_options": {"enforce_eager": True}}
     settings = BASE | {"dtype": "bfloat16", "bf16": True, "engine": "remote", "engine_options": json.dumps(options)}
-    settings |= {"generation_kwargs": json.dumps({"ignore_eos": True})} | part
     launcher = [sys.executable, "-m", "trlx_hybrid", "launch", "--gpus-per-node", "1"]
-    whole([*launcher, SCRIPTS / "grpo.py", *flags(settings, model("plain"), tmp_path / "run")], LIMIT)
-    logs = whole_run.history(tmp_path / "run")
+    whole([*launcher, SCRIPTS / "grpo.py", *flags(settings | changes, model("plain"), folder / "run")], LIMIT)
+    logs = whole_run.history(folder / "run")
     whole_run.check_training(logs, STEPS)
+    return logs
+
+
+def test_an_engine_of_its_own_that_samples_while_the_other_gpu_trains(model, whole, tmp_path):
+    logs = apart(IN_FLIGHT, model, whole, tmp_path)
+    assert any("sampling/stale_logp_difference" in log for log in logs)
+
+
+@pytest.mark.parametrize("part", [{}, {"top_k": 20, "top_p": 0.9}], ids=["all-ids", "part-of-the-ids"])
+def test_an_engine_of_its_own(part, model, whole, tmp_path):
+    """With truncated sampling it names the ids that it kept."""
+    logs = apart({"generation_kwargs": json.dumps({"ignore_eos": True})} | part, model, whole, tmp_path)
     whole_run.check_gap(logs)
     if part:
         losses = [log for log in logs if "loss" in log]

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from trlx_hybrid_ray import token
 from trlx_hybrid_ray.cluster import ADDRESS as RAY_ADDRESS
 from trlx_hybrid_ray.cluster import NAMESPACE as RAY_NAMESPACE
-from trlx_hybrid_ray.cluster import NO_IDLE_WORKERS, announce
+from trlx_hybrid_ray.cluster import NO_IDLE_WORKERS, RAY_GAVE_UP, announce
 
 # Ray gives way to all other processes of a machine, here to tests that wait for it.
 os.environ.setdefault("RAY_worker_niceness", "0")
@@ -93,20 +94,15 @@ def _simulated(nodes: tuple[dict[str, Any], ...], namespace: str) -> Iterator[Si
     try:
         with token.presented(secret, everywhere=False):
             import ray
-            from ray.cluster_utils import Cluster
 
-            cluster = Cluster(shutdown_at_exit=True)
+            found = _begun(nodes, secret)
             try:
-                found = Simulated("", secret, cluster)
-                for number, arguments in enumerate(nodes):
-                    found.add_node(**({"include_dashboard": False} if not number else {}) | arguments)
-                found.address = cluster.address
-                ray.init(address=cluster.address, namespace=namespace, log_to_driver=False, logging_level="error")
+                ray.init(address=found.address, namespace=namespace, log_to_driver=False, logging_level="error")
                 announce()
                 yield found
             finally:
                 ray.shutdown()
-                cluster.shutdown()
+                found.cluster.shutdown()
     finally:
         for name, value in before.items():
             if value is None:
@@ -114,6 +110,28 @@ def _simulated(nodes: tuple[dict[str, Any], ...], namespace: str) -> Iterator[Si
             else:
                 os.environ[name] = value
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _begun(nodes: tuple[dict[str, Any], ...], secret: Path) -> Simulated:
+    """The nodes of a cluster. A start that Ray gives up after 30 s, as on a busy host, is tried twice more."""
+    from ray.cluster_utils import Cluster
+
+    before = set(psutil.Process().children(recursive=True))
+    for attempt in range(3):
+        found = Simulated("", secret, Cluster(shutdown_at_exit=True))
+        try:
+            for number, arguments in enumerate(nodes):
+                found.add_node(**({"include_dashboard": False} if not number else {}) | arguments)
+        except Exception as error:
+            found.cluster.shutdown()
+            for process in set(psutil.Process().children(recursive=True)) - before:  # of a node that was not added
+                process.kill()
+            if RAY_GAVE_UP not in str(error) or attempt == 2:
+                raise
+        else:
+            found.address = found.cluster.address
+            return found
+    raise AssertionError("unreachable")
 
 
 @pytest.fixture(scope="session")

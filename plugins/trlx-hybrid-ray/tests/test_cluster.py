@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -200,6 +201,31 @@ if "trlx_hybrid_ray.cluster" in sys.orig_argv and not given_up.exists():
     given_up.touch()
     sys.exit("Exception: The current node timed out during startup. This could happen because some of the raylet ...")
 """
+
+
+def test_a_driver_pauses_between_questions_for_errors(cluster, monkeypatch):
+    """Without the head, each question is answered at once, with nothing."""
+    from ray._private.worker import global_worker, listen_error_messages
+
+    assert global_worker.listener_thread.is_alive()
+    paused = global_worker.gcs_error_subscriber  # what Ray's thread asks from now on
+    asked, waits, stopped = [], [], threading.Event()
+
+    def poll():
+        asked.append(1)
+        return None, None
+
+    def wait(seconds):
+        waits.append(seconds)
+        if len(waits) == 3:
+            stopped.set()
+
+    monkeypatch.setattr(paused, "_subscriber", SimpleNamespace(poll=poll, subscribe=lambda: None))
+    monkeypatch.setattr(paused, "_stopped", SimpleNamespace(wait=wait))
+    worker = SimpleNamespace(gcs_error_subscriber=paused, current_job_id=global_worker.current_job_id)
+    listen_error_messages(worker, stopped)
+    assert len(asked) == 3
+    assert min(waits) > 0
 
 
 def test_a_busy_host_has_longer_to_start_a_cluster(home, disconnected, monkeypatch, tmp_path):

@@ -33,7 +33,7 @@ from trlx_hybrid.interprocess.environment_variables import restored
 
 from . import debugging, reaper, token
 from .errors import ClusterError
-from .internals import LOOPBACK_VARIABLE, discovered
+from .internals import LOOPBACK_VARIABLE, discovered, pause_error_listener
 from .token import MODE, PATH, TOKEN
 
 ADDRESS, NAMESPACE = "RAY_ADDRESS", "TRLX_HYBRID_RAY_NAMESPACE"
@@ -256,6 +256,7 @@ def _joined(address: str, namespace: str) -> Iterator[str]:
             context: Any = ray.init(
                 address=address, namespace=namespace, log_to_driver=debugging.wanted(), logging_level=logging.ERROR
             )
+        pause_error_listener()
     except (ray.exceptions.RayError, ConnectionError, RuntimeError, TimeoutError, ValueError, OSError) as error:
         if _unauthenticated(error):
             raise ClusterError(
@@ -414,6 +415,7 @@ def _serve(settings: dict[str, Any]) -> None:
     told = os.dup(1)
     os.dup2(2, 1)
     context: Any = ray.init(address=LOCAL, log_to_driver=False, logging_level=logging.ERROR, **settings)
+    pause_error_listener()
     _outlive_signals()  # Ray has set handlers of its own
     os.write(told, f"{context.address_info['gcs_address']}\n".encode())
     while os.getppid() == parent and not select.select([0], [], [], 0.5)[0]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,9 @@ LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's variable that says whether a started cluster is reachable from other machines ("1") or from this machine only
 ("0"). It is named after the systems where "0" is the default, but Ray reads it on every system. To start a cluster with
 the address 127.0.0.1 is not enough: Ray resolves it to the machine's outward address, and listens on all interfaces."""
+
+
+PAUSE = 0.5  # seconds
 
 
 def reread_environment() -> None:
@@ -53,6 +57,37 @@ def free_resources() -> Mapping[str, Mapping[str, float]]:
 
     found: Callable[[], Mapping[str, Mapping[str, float]]] = available_resources_per_node
     return found()
+
+
+class _Paused:
+    """A subscriber of Ray's that waits after each answer without a message.
+
+    Args:
+        subscriber: Ray's own.
+        stopped: set when Ray shuts down; ends the wait.
+    """
+
+    def __init__(self, subscriber: Any, stopped: threading.Event) -> None:
+        self._subscriber, self._stopped = subscriber, stopped
+
+    def poll(self) -> tuple[Any, Any]:
+        """Return the next message and its key, or two times None."""
+        found: tuple[Any, Any] = self._subscriber.poll()
+        if found[1] is None:
+            self._stopped.wait(PAUSE)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._subscriber, name)
+
+
+def pause_error_listener() -> None:
+    """Let the thread that prints the cluster's errors in this driver pause between its questions. Where the head is
+    gone, it asks again and again at once, which takes a whole core until Ray is shut down."""
+    from ray._private.worker import global_worker
+
+    worker: Any = global_worker
+    worker.gcs_error_subscriber = _Paused(worker.gcs_error_subscriber, worker.threads_stopped)
 
 
 def stop_where_raised() -> None:

@@ -15,7 +15,7 @@ class SimulatedStream:
 
     def __init__(self, lengths):
         self._lengths, self._running, self._next = lengths, {}, 0
-        self._finished, self.sampled_tokens = {}, 0
+        self._finished, self.sampled_tokens, self.stumbles = {}, 0, 0
 
     def add(self, request):
         self._running[self._next] = [request, []]
@@ -25,6 +25,9 @@ class SimulatedStream:
     def step(self, more):
         self.work()
         finished, self._finished = list(self._finished.items()), {}
+        if self.stumbles and self._running and self.sampled_tokens % self.stumbles == 0:
+            finished.append((key := min(self._running), self.sampled(key)))  # interrupted by the engine itself
+            del self._running[key]
         return finished, more
 
     def work(self):
@@ -80,6 +83,7 @@ def schedules(draw):
             st.lists(lengths, min_size=size * batches * completions, max_size=size * batches * completions)
         ),
         "restored": draw(st.integers(0, 8)),
+        "stumbles": draw(st.integers(0, 5)),
         "training": draw(st.one_of(st.just(0), st.integers(1, LONGEST))),  # steps of the engine meanwhile
     }
 
@@ -107,7 +111,7 @@ def test_no_group_is_lost_doubled_or_late(plan):
             )
 
         stream = SimulatedStream(plan["lengths"])
-        stream.most = plan["in_flight"]
+        stream.most, stream.stumbles = plan["in_flight"], plan["stumbles"]
         rollout = PoolRollout(pool, stream, in_flight=plan["in_flight"], version=batch, begin=begin, request=request)
         chosen = rollout.run()
         if plan["training"]:

@@ -139,7 +139,7 @@ class Stream(Protocol):
         """Drop a request and free what it holds; its completion never comes."""
 
     def sampled(self, key: int) -> Completion:
-        """End an unfinished request, and the stream; return its tokens. Only engines with `Component.interrupts`."""
+        """Return the tokens of an unfinished request, and end it. Only engines with `Component.interrupts`."""
 
     def step(self, more: bool) -> tuple[list[tuple[int, Completion]], bool]:
         """Let the engine take one step, if it has anything to do.

@@ -58,7 +58,8 @@ class Component:
             returns why the component cannot serve this model, or None.
         streams: for an engine: whether it serves requests one at a time (`Engine.stream`).
         interrupts: for an engine: whether its streams say what an unfinished request has sampled (`Stream.sampled`), so
-            that the request can be interrupted and go on later. For a server: whether `EngineServer.generate` can be
+            that the request can be interrupted and go on later; after the first call the stream takes no further
+            requests and steps. For a server: whether `EngineServer.generate` can be
             interrupted. For a rollout: whether conversations with tools can stay in flight over several rollouts
             (`Rollout.play`).
         routes: for an engine: whether its completions can name the experts of their tokens (`Completion.experts`).
@@ -72,7 +73,9 @@ class Component:
             `HybridEngine(enable_reshard=True)` selects.
         converses: for a rollout: whether it runs conversations with tools (`Rollout.converse`), and so is chosen by
             default where the trainer has tools.
-        remote: for an engine: whether it computes on its own GPUs, and takes no memory of the trainer's.
+        remote: for an engine: whether it computes on its own GPUs, and takes no memory of the trainer's. If its
+            requests can be interrupted, a stream may be open while the trainer trains; the engine's `wake("weights")`
+            must then interrupt the requests, so that none runs while the weights change.
         by_name: whether it is chosen only by its name: `auto` skips it.
         proves: for a scoring: whether it compares its log-probs with TRL's on a run's first rows, and scores as TRL
             does where they differ. `auto` chooses only among scorings that do.

@@ -146,11 +146,11 @@ class PoolRollout:
         self._waiting = deque(
             (group, place) for group in pool.groups for place, row in enumerate(group.rows) if not row.over
         )
-        self._running: dict[int, PooledRow] = {}
+        self._running: dict[int, tuple[PooledGroup, int]] = {}
         self.steps = self.sampled = self.alone = 0
 
     def run(self) -> list[PooledGroup]:
-        """Sample, and return the groups of the batch. The rows of the others are not interrupted yet. Where several
+        """Sample, and return the groups of the batch. Rows of other groups are not interrupted yet. Where several
         ranks run the engine, all of them must call it together; rows of a rank that has its batch go on until every
         rank has its own."""
         self._fill()
@@ -166,21 +166,27 @@ class PoolRollout:
         self._pool.take(chosen)
         return chosen
 
-    def go_on(self) -> None:
-        """Hand the engine what it has not been given yet, since it goes on without further steps."""
+    def go_on(self) -> bool:
+        """Hand the engine what it has not been given yet, since it goes on without further steps. Return whether rows
+        are being sampled."""
         self._step(False)
+        return bool(self._running)
 
     def _step(self, more: bool) -> tuple[bool, bool]:
         """Let the engine take a step; return whether a row has ended, and whether a rank has something left to do."""
         finished, anyone = self._stream.step(more)
         for key, completion in finished:
-            self._running.pop(key).extend(completion, self._version)
+            group, place = self._running.pop(key)
+            row = group.rows[place]
+            row.extend(completion, self._version)
+            if not row.over:  # the engine has interrupted it by itself
+                self._waiting.appendleft((group, place))
         return bool(finished), anyone
 
     def interrupt(self) -> None:
         """Interrupt the rows that are being sampled, and keep their tokens. The rollout is over."""
-        for key, row in self._running.items():
-            row.extend(self._stream.sampled(key), self._version)
+        for key, (group, place) in self._running.items():
+            group.rows[place].extend(self._stream.sampled(key), self._version)
         self._running = {}
 
     def _fill(self) -> None:
@@ -192,4 +198,4 @@ class PoolRollout:
                     return
                 self._waiting += [(group, place) for place in range(len(group.rows))]
             group, place = self._waiting.popleft()
-            self._running[self._stream.add(self._request(group, place))] = group.rows[place]
+            self._running[self._stream.add(self._request(group, place))] = group, place

@@ -282,7 +282,9 @@ def test_an_answer_at_the_last_moment_changes_the_batch_and_its_metrics(gate):
     class Interrupted(Stream):
         def sampled(self, key):
             gate.set()
+            deadline = time.monotonic() + 60
             while plays._in_flight._loop._inbox.empty() and pool.unfinished()[0].conversation.failure is None:
+                assert time.monotonic() < deadline
                 time.sleep(0.001)
             return super().sampled(key)
 

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -168,6 +169,40 @@ def test_a_stream_takes_requests_as_they_come_and_forgets_those_aborted(engine):
     assert [tokens([found[i]])[0] for i in sorted(found)] == [expected[i] for i in sorted(found)]
 
 
+def test_interrupted_requests_return_what_they_have_sampled(engine):
+    """Two engines sample 8 requests at a time each. So when the first has ended, some are running and some wait."""
+    sampling = Sampling(max_tokens=40, logprobs=0, extra={"ignore_eos": True})
+    requests = [replace(request, max_tokens=8 + number % 32) for number, request in enumerate(requests_of(64))]
+    whole = engine.generate(requests, sampling)
+    with engine.stream(sampling) as stream:
+        keys = [stream.add(request) for request in requests]
+        found = {}
+        while not found:
+            found.update(stream.step(True)[0])
+        found |= {key: stream.sampled(key) for key in keys if key not in found}
+        assert not stream.busy
+    states = set()
+    for key, request, expected in zip(keys, requests, whole, strict=True):
+        completion = found[key]
+        tokens = len(completion.token_ids)
+        over = completion.finish_reason is not None
+        states.add("over" if over else "running" if tokens else "waiting")
+        assert over == (tokens == request.max_tokens)
+        assert completion.token_ids == expected.token_ids[:tokens]
+        for mine, theirs in zip(completion.logprobs, expected.logprobs[:tokens], strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-5)
+    assert states == {"over", "running", "waiting"}
+
+
+def test_requests_that_no_engine_has_begun_are_interrupted(engine):
+    with engine.stream(Sampling(max_tokens=40, logprobs=0)) as stream:
+        sent = stream.add(requests_of(1)[0])
+        stream.advance(0.0)
+        unsent = stream.add(requests_of(1)[0])
+        assert stream.sampled(unsent).token_ids == []
+        assert len(stream.sampled(sent).token_ids) < 40
+
+
 def test_a_request_that_cannot_be_served_is_an_error_and_the_engine_lives_on(engine):
     with pytest.raises(EngineError, match=r"engine \d .*refused a request: .*(length|token|long)"):
         engine.generate([Request(prompt_ids=[5] * 80, seed=0)], Sampling(max_tokens=4))
@@ -231,3 +266,19 @@ def test_nothing_is_lost_with_an_engine_that_is_killed(remote, capfd):
         assert engine.servers == (second,)
         assert session.weights.check(full=True) == len(session.policy.checkpoint_names())
         assert tokens(engine.generate(requests, sampling)) == expected
+
+
+def test_requests_of_a_dead_engine_have_sampled_nothing(remote):
+    """After the test before it: no engine is left."""
+    session, sampling = remote.session, Sampling(max_tokens=40, logprobs=0, extra={"ignore_eos": True})
+    engine = session.live_engine
+    with session.rollout_phase(training=False), engine.stream(sampling) as stream:
+        keys = [stream.add(request) for request in requests_of(24)]
+        stream.advance(0.0)
+        victims = pids(engine)
+        os.kill(victims[0][0], signal.SIGKILL)
+        tokens_of = [len(stream.sampled(key).token_ids) for key in keys]
+    gone(victims)
+    assert engine.servers == ()
+    assert set(tokens_of) <= {0, 40}  # some may have come to their end before
+    assert 0 in tokens_of

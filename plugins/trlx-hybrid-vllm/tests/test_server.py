@@ -1,6 +1,7 @@
 """Weights on their way to other processes: packed into messages, described, and told apart by digests."""
 
 import asyncio
+import functools
 import itertools
 import threading
 import time
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trlx_hybrid.contract.serving import ServerDiedError
+from trlx_hybrid.contract.types import Request, Sampling
 from trlx_hybrid.errors import ConfigError, EngineError, SyncError
 from trlx_hybrid.plugins.selection import Choice, Selection
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
@@ -277,6 +279,24 @@ def test_an_engine_core_that_died_is_told_from_one_that_fails():
     with pytest.raises(EngineError, match="could not answer: ValueError: no such tensor") as caught:
         asyncio.run(server.check())
     assert not isinstance(caught.value, ServerDiedError)
+
+
+def test_a_request_that_vllm_aborts_by_itself_is_sampled_elsewhere():
+    """As its engine core does at SIGTERM. Only an interrupted request is returned with what it has."""
+    server, event = VLLMServer(None), asyncio.Event()
+    output = SimpleNamespace(token_ids=[5, 6], logprobs=None, finish_reason="abort")
+
+    async def generate(prompt, params, request_id):
+        yield SimpleNamespace(prompt_token_ids=[1, 2], outputs=[output])
+
+    config = SimpleNamespace(model_config=SimpleNamespace(is_multimodal_model=False), speculative_config=None)
+    server._llm = SimpleNamespace(generate=generate, model_config=None, vllm_config=config, errored=False)
+    sample = functools.partial(server.generate, Request(prompt_ids=[1, 2], seed=0), Sampling(max_tokens=4))
+    with pytest.raises(ServerDiedError, match="aborted a request by itself"):
+        asyncio.run(sample(event))
+    event.set()
+    completion = asyncio.run(sample(event))
+    assert (completion.token_ids, completion.finish_reason) == ([5, 6], None)
 
 
 # --- the ids that tokens were sampled from ----------------------------------------------------------------------------

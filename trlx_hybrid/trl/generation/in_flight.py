@@ -158,7 +158,6 @@ class InFlight:
             ConfigError: the checkpoint's pool is that of a run with other settings, or this rank's part of it is lost.
         """
         self._end_rollout(keep=False)
-        self._interrupted = 0, 0
         self._pool = Pool(self._size, self._depth, PooledConversation if self._converses else PooledRow)
         self._conversations: PooledConversations | None = None
         self._order: PromptOrder | None = None
@@ -268,14 +267,13 @@ class InFlight:
                 request=self._request,
             )
             chosen = rollout.run()
+            goes_on = component.remote and rollout.go_on()
             self._rollout = rollout, opened.pop_all()
-            if component.remote:
-                rollout.go_on()
-        if not component.remote:
+        if not goes_on:
             self._end_rollout()
-        steps = max(1, rollout.steps)
-        session.metrics["hybrid/in_flight/occupancy"] = rollout.sampled / steps / self._in_flight
-        session.metrics["hybrid/in_flight/alone"] = rollout.alone / steps
+        if rollout.steps:  # else the batch was complete before
+            session.metrics["hybrid/in_flight/occupancy"] = rollout.sampled / rollout.steps / self._in_flight
+            session.metrics["hybrid/in_flight/alone"] = rollout.alone / rollout.steps
         return chosen
 
     def _end_rollout(self, keep: bool = True) -> None:
@@ -291,12 +289,6 @@ class InFlight:
         with preserved_generators(), blaming(self._session.selection.engine.component, "stream"), opened:
             if keep:
                 rollout.interrupt()
-                self._count()
-
-    def _count(self) -> None:
-        """Count the rows that were interrupted, and their tokens."""
-        unfinished = [row for group in self._pool.groups for row in group.rows if not row.over]
-        self._interrupted = len(unfinished), sum(row.tokens for row in unfinished)
 
     def _played(self, trainer: StockTrainer) -> list[PooledGroup]:
         """Let the rollout component play conversations until the groups of a batch are complete, and return these."""
@@ -310,7 +302,6 @@ class InFlight:
         if chosen is None:
             raise fault(session.sampler.source, "play", "no complete batch", "one")
         self._pool.take(chosen)
-        self._count()
         return chosen
 
     def _begin(self, trainer: StockTrainer) -> PooledGroup | None:
@@ -340,15 +331,15 @@ class InFlight:
         )
 
     def _log(self, ages: list[int]) -> None:
-        """Add to the rollout's metrics how much was interrupted at last, and how old the batch's sampled tokens are.
+        """Add to the rollout's metrics how much is in flight, and how old the batch's sampled tokens are.
 
         Args:
             ages: for each of these tokens, the number of optimizer steps between its sampling and the batch.
         """
-        rows, tokens = self._interrupted
+        unfinished = [row for group in self._pool.groups for row in group.rows if not row.over]
         self._session.metrics |= {
-            "hybrid/in_flight/rows": float(rows),
-            "hybrid/in_flight/tokens": float(tokens),
+            "hybrid/in_flight/rows": float(len(unfinished)),
+            "hybrid/in_flight/tokens": float(sum(row.tokens for row in unfinished)),
             "hybrid/staleness/mean": sum(ages) / max(1, len(ages)),
             "hybrid/staleness/max": float(max(ages, default=0)),
         }

@@ -210,9 +210,9 @@ class RemoteEngine:
         """Do nothing: the engines run in other processes, and their memory is not needed for training."""
 
     def wake(self, what: str) -> None:
-        """Interrupt all requests and replace dead engines if `what` is "weights", which the trainer wakes before a
-        weight sync: no request is sampled by two versions of the weights. Otherwise do nothing, because the memory of
-        remote engines is never given up. Collective."""
+        """Interrupt all requests of this rank and replace dead engines if `what` is "weights", which the trainer wakes
+        before a weight sync: no request is sampled by two versions of the weights. Otherwise do nothing, because the
+        memory of remote engines is never given up. Collective."""
         if what == "weights":
             for stream in self._streams:
                 stream.interrupt()

@@ -82,8 +82,8 @@ class RemoteStream:
             self._pool.replicas[server].handle.abort.remote(self._channel, [key])
 
     def interrupt(self) -> None:
-        """Interrupt all unfinished requests, and wait until their engines have returned what these have sampled. The
-        stream takes no further requests. A request whose engine is dead has sampled nothing.
+        """Interrupt all unfinished requests, and wait for the tokens that they have sampled. The stream takes no
+        further requests. A request whose engine is dead has sampled nothing, and is not sent to another.
 
         Raises:
             EngineError: an engine refused a request.
@@ -104,8 +104,7 @@ class RemoteStream:
             self._unsent = []
 
     def sampled(self, key: int) -> Completion:
-        """Return the tokens that an unfinished request has sampled so far. All requests of the stream are interrupted
-        by the first call."""
+        """Return the tokens of an unfinished request, and end it. The first call interrupts all requests."""
         self.interrupt()
         assert self._interrupted is not None
         return self._interrupted.pop(key)
@@ -175,6 +174,7 @@ class RemoteStream:
                 if server in self._pool.replicas:
                     self._pool.replicas[server].handle.end.remote(self._channel)
             self._requests.clear()
+            self._interrupted = {}
 
     # --- to the engines and back ------------------------------------------------------------------------------------
 

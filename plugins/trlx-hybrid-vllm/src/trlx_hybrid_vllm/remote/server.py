@@ -260,6 +260,8 @@ class VLLMServer:
             refuse_another_prompt(request, final.prompt_token_ids)
             completion = completion_of(final.outputs[0])
             if completion.finish_reason == ABORTED:
+                if not interrupted.is_set():  # vLLM's core aborts all requests when a signal ends it
+                    raise ServerDiedError("vLLM aborted a request by itself: its engine core is ending.")
                 completion = replace(completion, finish_reason=None)
             if ids is None:
                 return completion
@@ -367,5 +369,8 @@ class VLLMServer:
     async def _finish_update(self, weight_version: str | None = None) -> None:
         await self._llm.finish_weight_update(weight_version)
         self._updating = False
-        await self._llm.reset_prefix_cache()  # its keys and values belong to the old weights
+        if not await self._llm.reset_prefix_cache():  # its keys and values belong to the old weights
+            raise EngineError(
+                "vLLM kept its prefix cache, which belongs to earlier weights: requests are still running."
+            )
         await self._llm.reset_encoder_cache()  # and so do its embeddings of images

@@ -31,7 +31,7 @@ DOCUMENTED: dict[str, str] = {
     # remote engines
     "vllm.engine.arg_utils.AsyncEngineArgs": "",
     "vllm.v1.engine.async_llm.AsyncLLM": (
-        "check_health collective_rpc errored finish_weight_update from_engine_args generate "
+        "abort check_health collective_rpc errored finish_weight_update from_engine_args generate "
         "init_weight_transfer_engine model_config reset_encoder_cache reset_prefix_cache shutdown start_weight_update "
         "update_weights vllm_config"
     ),

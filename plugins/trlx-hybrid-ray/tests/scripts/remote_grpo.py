@@ -75,7 +75,7 @@ class Syncs:
     @hookimpl
     def trlx_rollout_end(self, session, trajectories):
         now = session.weight_version
-        self.rows.append([(t.prompt_ids, [now - version for version in t.weight_versions]) for t in trajectories])
+        self.rows.append([(t.prompt_ids, [now - v for v in t.weight_versions or ()]) for t in trajectories])
 
 
 def main():

@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import os
 import tempfile
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
     from ..options import VLLMOptions
 
 ABORTED = "abort"  # vLLM's finish reason of a request that was aborted
-AGAIN = 0.01  # seconds after which a request is aborted again
+AGAIN = 0.01  # seconds after which a request is aborted again, or the prefix cache dropped
+DROP_SECONDS = 10.0
 SHARE = 0.9  # of each GPU: an engine of its own has it to itself
 FOLLOWING = ("VLLM_", "HF_", FLOAT32_PRODUCTS)
 """Prefixes of environment variables that change what vLLM does: the trainer's values are passed on to the servers."""
@@ -261,7 +263,7 @@ class VLLMServer:
             completion = completion_of(final.outputs[0])
             if completion.finish_reason == ABORTED:
                 if not interrupted.is_set():  # vLLM's core aborts all requests when a signal ends it
-                    raise ServerDiedError("vLLM aborted a request by itself: its engine core is ending.")
+                    raise ServerDiedError("vLLM aborted a request by itself: its engine core is ending, or died.")
                 completion = replace(completion, finish_reason=None)
             if ids is None:
                 return completion
@@ -369,8 +371,21 @@ class VLLMServer:
     async def _finish_update(self, weight_version: str | None = None) -> None:
         await self._llm.finish_weight_update(weight_version)
         self._updating = False
-        if not await self._llm.reset_prefix_cache():  # its keys and values belong to the old weights
-            raise EngineError(
-                "vLLM kept its prefix cache, which belongs to earlier weights: requests are still running."
-            )
+        await self._drop_prefixes()
         await self._llm.reset_encoder_cache()  # and so do its embeddings of images
+
+    async def _drop_prefixes(self) -> None:
+        """Drop the prefix cache, whose keys and values belong to the old weights. vLLM refuses to, and only logs it, as
+        long as a request runs; one that was aborted ends within a few steps.
+
+        Raises:
+            EngineError: requests run for longer than `DROP_SECONDS`.
+        """
+        deadline = time.monotonic() + DROP_SECONDS
+        while not await self._llm.reset_prefix_cache():
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"vLLM has kept its prefix cache, which belongs to earlier weights, for {DROP_SECONDS:g} s: "
+                    "requests are still running."
+                )
+            await asyncio.sleep(AGAIN)

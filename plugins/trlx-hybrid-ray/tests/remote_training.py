@@ -52,8 +52,8 @@ class Trained:
             hybrid=hybrid,
             plugins=plugins,
         )
-        self.trainer.train(resume_from_checkpoint=resume)
         self.session = self.trainer.session
+        self.trainer.train(resume_from_checkpoint=resume)
         self.losses = [log["loss"] for log in self.trainer.state.log_history if "loss" in log]
 
     def _digits(self, completions, completion_ids, **_):

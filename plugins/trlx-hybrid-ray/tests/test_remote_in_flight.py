@@ -66,14 +66,6 @@ class Watched(Trained):
         super().__init__(folder, HYBRID, [kept], callbacks, resume, **SETTINGS | settings)
         self.history = [log for log in self.trainer.state.log_history if "loss" in log]
 
-    @property
-    def session(self):
-        return self.trainer.session
-
-    @session.setter
-    def session(self, value):
-        pass
-
     def check(self):
         """Each token has the log-prob of the weights that sampled it, and none is older than it may be."""
         model = tiny_model().eval()

@@ -128,12 +128,13 @@ def test_an_import_on_a_cpu_says_nothing_of_triton():
 
 def test_what_imports_create_is_frozen_unless_a_model_exists():
     """A frozen model with a reference cycle would never be freed."""
-    code = """import gc, torch, trlx_hybrid
+    code = """import gc, torch
+from trlx_hybrid.memory.heap import freeze_imports
 model = torch.nn.Linear(2, 2)
-trlx_hybrid._freeze_imports()
+freeze_imports()
 before = gc.get_freeze_count()
 del model
-trlx_hybrid._freeze_imports()
+freeze_imports()
 print(gc.get_freeze_count() - before > 50_000)"""
     assert in_fresh_python(code) == "True"
 

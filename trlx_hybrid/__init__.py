@@ -6,7 +6,6 @@ trainers bring trl.
 
 from __future__ import annotations
 
-import atexit
 import gc
 import importlib
 import logging
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from . import _moved
 from .config import HybridConfig
 from .contract.types import Layout
+from .memory.heap import freeze_imports
 from .notices import named_when_long
 from .plugins.hookspecs import hookimpl
 
@@ -66,21 +66,7 @@ def _importing(what: str) -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-    _freeze_imports()
-
-
-def _freeze_imports() -> None:
-    """Exclude the objects that imports have made from garbage collections, until the process exits.
-
-    Trainer, engine and vLLM collect garbage some five times as a run starts and ends. With a million objects of the
-    stack each collection takes up to a second. Where a model exists already, nothing is frozen: a frozen model with a
-    reference cycle would never be freed.
-    """
-    import torch
-
-    if not any(issubclass(type(found), torch.nn.Parameter) for found in gc.get_objects()):
-        gc.freeze()
-        atexit.register(gc.unfreeze)  # libraries that count their objects at the exit would report leaks
+    freeze_imports()
 
 
 def __getattr__(name: str) -> Any:

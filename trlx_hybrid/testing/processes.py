@@ -8,7 +8,6 @@ itself.
 from __future__ import annotations
 
 import atexit
-import gc
 import json
 import multiprocessing
 import os
@@ -23,6 +22,8 @@ from multiprocessing import forkserver
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
+
+from ..memory.heap import freeze_imports
 
 PORTS = range(20000, 32000)
 _born: dict[str, str] = {}  # variables of the process with the imports
@@ -181,7 +182,7 @@ def _run(command: list[str], environment: dict[str, str], gone: set[str], output
     os.environ.update(environment)
     sys.argv = command
     sys.path[:0] = [str(Path(command[0]).parent), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
-    gc.freeze()  # engines collect garbage when they start: skip what was imported
+    freeze_imports()
     try:
         runpy.run_path(command[0], run_name="__main__")
     finally:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from trlx_hybrid.contract.protocols import NamedTensors, Regions
 from trlx_hybrid.contract.types import Completion, LoadReport, Request, Sampling
 from trlx_hybrid.errors import EngineError, SyncError, listed
+from trlx_hybrid.memory import heap
 from trlx_hybrid.memory.ledger import policy_tensors, storages
 from trlx_hybrid.notices import named_when_long
 from trlx_hybrid.policy.policy import Policy, modules_of
@@ -51,7 +52,7 @@ from .private.engine import (
 )
 from .private.lora import adapter_slots_of
 from .private.models import latent_attention, refuses_writes
-from .private.process import PYTHONS_OWN, cache_kept, import_modules_with_tensors, running, starting
+from .private.process import cache_kept, import_modules_with_tensors, running, starting
 from .private.recorders import RoutingCapture
 from .private.sampling_graphs import SamplingGraphs, sampling_graphs
 from .rendezvous import address_of_this_host, launcher_environment, told_when_late
@@ -118,13 +119,13 @@ class VLLMEngine:
         self.sleeps = options.enable_sleep_mode
         self.ranks_per_replica = options.ranks
         self._made_default_group = not dist.is_initialized()
-        self._frozen = gc.get_freeze_count()
+        self._frozen = gc.get_freeze_count() if heap.frozen_by_the_user() else 0
         ranks = session.ranks
         address = address_of_this_host(ranks.gather) if ranks.world > 1 else None
         with (
             tempfile.TemporaryDirectory(prefix="trlx-hybrid-") as folder,
             launcher_environment(ranks.rank, ranks.local_rank, ranks.world, address),
-            starting(self.dtype, folder, rank, session.policy.module, self._frozen > PYTHONS_OWN) as built,
+            starting(self.dtype, folder, rank, session.policy.module, bool(self._frozen)) as built,
             told_when_late(options.ranks),
             named_when_long("building the vLLM engine", "" if arguments["enforce_eager"] else COMPILES, ranks.rank),
         ):
@@ -427,8 +428,9 @@ class VLLMEngine:
             self._forget_sampling_graphs()
             self._latent = []
             self._replica.close()
-            kept = PYTHONS_OWN < gc.get_freeze_count() <= self._frozen  # nobody has frozen the engine since
+            kept = 0 < gc.get_freeze_count() <= self._frozen  # nobody has frozen the engine since
             shut_down(llm, self._made_default_group, self.peers_lost, kept)
+            heap.note_unfrozen()
 
     def _forget_sampling_graphs(self) -> None:
         graphs, self._graphs = self._graphs, None

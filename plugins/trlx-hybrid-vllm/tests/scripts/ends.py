@@ -32,10 +32,10 @@ def start(**given):
 def frozen_by(engine_of_a_user_who):
     if engine_of_a_user_who == "freezes":
         gc.freeze()
-    traced = traced_by_torch_2_11()
+    traced, counts = traced_by_torch_2_11(), [gc.get_freeze_count()]
     with compiled_on_a_cpu():
         loop = start(enforce_eager=False)
-    counts = [gc.get_freeze_count()]
+    counts.append(gc.get_freeze_count())
     weights = [weakref.ref(weight) for weight in model_of(loop.session.engine.llm).parameters()]
     loop.close()
     gc.collect()  # as is done on a GPU
@@ -87,7 +87,7 @@ def last(out):
 def main(how, out):
     atexit.register(last, Path(out))  # before all others, hence after them
     if how == "left":
-        gc.unfreeze()
+        REPORT["frozen with imports"] = frozen_by("does not")
         REPORT["frozen"] = frozen_by("does not")
         with patch.object(gc, "get_freeze_count", lambda count=gc.get_freeze_count: count() + 375):  # as Python 3.12
             REPORT["frozen by Python"] = frozen_by("does not")

@@ -197,7 +197,7 @@ def shut_down(llm: LLM, made_default_group: bool, peers_lost: bool = False, heap
         made_default_group: whether the engine made torch's default process group, which is then destroyed as well.
         peers_lost: whether some rank will not shut its part of the engine down. Communicators are then aborted,
             because they can only be destroyed by all ranks together.
-        heap_kept: whether Python objects were frozen (`gc.freeze`) before the engine was built, and must stay so.
+        heap_kept: whether the user froze Python objects (`gc.freeze`) before the engine was built, which stay frozen.
     """
     detach_finalizer(llm)
     core = llm.llm_engine.engine_core.engine_core

@@ -80,7 +80,7 @@ class Batch:
         rewards: (world * B, functions) rewards that are trained on, NaN where a function returned None.
         groups: the groups with these rewards, where an algorithm observes or replaces rewards or advantages; else None.
         supports: for each row, the ids that each of its tokens was sampled from; None where all ids count.
-        kept: `supports` as tensors, as `contract.support.tensors_of` makes them; None until they are first needed.
+        kept: `supports`, and where branches of rows begin, as tensors by name; None until they are first needed.
         skips_old: whether TRL's next scoring call is for the old log-probs, and is skipped because the losses will
             compute them.
         scores_old: whether TRL's next scoring call is for the old log-probs, and uses the experts that the engine chose

@@ -331,7 +331,7 @@ class HybridTrainer(Base):
             values[shape.STALENESS] = in_flight.stale(batch.staleness, values["completion_mask"])
         if deferred:
             run.deferred.begin(values, training, session.weight_version)
-        values |= kept_in_rollout(batch, values["completion_ids"].shape[1])
+        values |= kept_in_rollout(self, batch, values["completion_ids"].shape[1])
         if not session.selection.stock:
             leave_out_unscored(self, session.ranks, values)
         if session.router_replay is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from numbers import Integral
@@ -33,7 +33,7 @@ from ...weights.verify import beyond_rounding
 from ..generation.truncation import attended
 from ..refusals import LOSS, overriding
 from ..stock import mode_of
-from . import agreement, kept_ids, micro_batches
+from . import agreement, branches, kept_ids, micro_batches
 from .deferred import NUMBER
 from .kept_log_probs import scoring_over
 from .micro_batches import WIDE, JoinedPass, joinable, regrouped, tokens_of
@@ -64,13 +64,14 @@ def rollout_experts(run: RunState, prompt_mask: Tensor, completion_length: int) 
     return aligned(run.session.experts, prompt_mask, prompt_mask.shape[1] + completion_length)
 
 
-def kept_in_rollout(batch: Batch, completion_length: int) -> dict[str, Tensor]:
-    """Return the supports of the rollout that is being scored (for each token, the ids that it was sampled from) as
-    tensors to be added to the batch; an empty dict where log-probs are over all ids."""
-    if batch.supports is None:
-        return {}
+def kept_in_rollout(trainer: StockTrainer, batch: Batch, completion_length: int) -> dict[str, Tensor]:
+    """Return what scoring needs of the rollout beside TRL's tensors, as tensors to be added to the batch: the supports
+    (for each token, the ids that it was sampled from), except where log-probs are over all ids, and where branches of
+    rows begin, except where rows have none."""
     if batch.kept is None:
-        batch.kept = tensors_of(batch.supports, completion_length)
+        batch.kept = branches.of_rollout(trainer, batch.generated, completion_length)
+        if batch.supports is not None:
+            batch.kept |= tensors_of(batch.supports, completion_length)
     return batch.kept
 
 
@@ -125,8 +126,12 @@ class ScoringCall:
         self.attention_mask = attended(run.batch, self.attention_mask, self.completion_length)
         activate_copies(run.session.policy.module)
         self.experts, self.kept = self._experts(of_old), self._kept()
-        rows = self._rows()
-        scores = self._scored_together(rows) or component_scores(run.session, rows, self.entropies)
+        begins = self._beside().get(branches.BRANCHES)
+        if begins is None or self.experts is not None or self.kept is not None:
+            rows = self._rows()
+            scores = self._scored_together(rows) or component_scores(run.session, rows, self.entropies)
+        else:
+            scores = self._scored_by_branch(begins)
         self._keep(scores)
         return scores
 
@@ -164,6 +169,13 @@ class ScoringCall:
             return rollout_experts(run, self.attention_mask[:, : -self.completion_length], self.completion_length)
         return None
 
+    def _beside(self) -> Mapping[str, Any]:
+        """Return the tensors by name that the batch has beside those that TRL passes to the call."""
+        run = self.run
+        if run.micro_batch is not None:
+            return run.micro_batch.inputs
+        return {} if run.generating else kept_in_rollout(self.trainer, run.batch, self.completion_length)
+
     def _kept(self) -> KeptTokens | None:
         """Return the ids that the rows' tokens were sampled from; None where log-probs are over all ids.
 
@@ -171,13 +183,9 @@ class ScoringCall:
             ConfigError: the micro-batch should say which ids were kept, and does not.
             ComponentError: other rows are scored than those whose kept ids are known.
         """
-        run, batch = self.run, dict[str, Any]()
-        if run.micro_batch is not None:
-            batch = run.micro_batch.inputs
-            if run.left_out_by is not None:
-                kept_ids.require(batch, run.left_out_by)
-        elif not run.generating:
-            batch = kept_in_rollout(run.batch, self.completion_length)
+        run, batch = self.run, self._beside()
+        if run.micro_batch is not None and run.left_out_by is not None:
+            kept_ids.require(batch, run.left_out_by)
         if WORDS not in batch:
             return None
         if len(batch[WORDS]) != len(self.input_ids):
@@ -245,6 +253,23 @@ class ScoringCall:
     def _replaying(self, experts: Tensor | None) -> AbstractContextManager[None]:
         replay = self.run.session.router_replay
         return nullcontext() if replay is None or experts is None else replay.replaying(experts)
+
+    def _scored_by_branch(self, begins: Tensor) -> Scores:
+        """Return the scores of rows whose branches are scored as rows of their own, all in one forward pass, so that
+        sharded ranks run equally many. Collective.
+
+        Args:
+            begins: (B, T), the value of BRANCHES.
+        """
+        parts = branches.Parts.of(self.input_ids, self.attention_mask, begins)
+        call = replace(
+            self,
+            input_ids=parts.input_ids,
+            attention_mask=parts.attention_mask,
+            completion_length=parts.completion_length,
+            at_once=None,
+        )
+        return parts.rows(component_scores(self.run.session, call._rows(), self.entropies))
 
     # --- one pass for several micro-batches -------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from ...contract.support import BOUNDS, WORDS
 from ...routing import EXPERTS
 from ...weights.verify import disagreement
+from .branches import BRANCHES
 
 EVERY = 250
 """The number of optimizer steps from one step with a measurement to the next. The first step is measured."""
@@ -78,7 +79,7 @@ def alone(batch: Mapping[str, Any], row: int) -> dict[str, Any]:
         "completion_ids": batch["completion_ids"][row, :tokens][None],
         "completion_mask": mask[:tokens][None],
     }
-    for name in ("tool_mask", OLD, SAMPLED, BOUNDS, STALENESS):
+    for name in ("tool_mask", OLD, SAMPLED, BOUNDS, STALENESS, BRANCHES):
         if name in batch:
             found[name] = batch[name][row, :tokens][None]
     if WORDS in batch:

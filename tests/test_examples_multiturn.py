@@ -33,6 +33,7 @@ def example(monkeypatch):
     ("script", "chosen", "flags"),
     [
         ("calculator.py", "rollout=multi_turn (tools)", "--num_tasks 16 --num_heldout 4"),
+        ("agent.py", "rollout=multi_turn (rollout_func)", "--num_tasks 16 --num_heldout 4"),
         pytest.param("guessing_game.py", "rollout=multi_turn (HybridConfig.rollout)", "", marks=pytest.mark.slow),
     ],
 )

@@ -268,6 +268,23 @@ def test_multi_turn(execute) -> None:
         trainer.session.close()
 
 
+def test_agents(execute) -> None:
+    turns = ["an egg", "a plain answer"]
+    tokenizer = chat_tokenizer(turns)
+    rows = [{"prompt": [{"role": "user", "content": f"{i}"}], "answer": "egg"} for i in range(8)]
+    settings = {
+        "model": chatty_model(tokenizer, turns),
+        "processing_class": tokenizer,
+        "train_dataset": Dataset.from_list(rows),
+        "max_completion_length": 60,
+        "vllm_max_model_length": 400,
+        "train": True,
+    }
+    trainer = execute("docs/agents.md", settings=settings)["trainer"]
+    assert trainer.state.log_history[0]["hybrid/trajectories/failed"] == 0
+    assert 0 < trainer.state.log_history[0]["reward"] < 1
+
+
 def test_trajectories(execute) -> None:
     shown = execute("docs/trajectories.md", settings={"train": True})
     readme = execute("plugins/trlx-hybrid-trajectories/README.md", settings={"train": True})

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from trlx_hybrid.contract.conversation import Conversation, Limits, Message, RequestMaker, images_of, opening
 from trlx_hybrid.episodes.tokenizer import own_tokenizer
@@ -65,12 +66,11 @@ def episode_reward(
     return list(episode_reward)
 
 
-class Episodes:
-    """The `rollout_func` that `episodes` returns: it plays an episode with an environment for each prompt. TRL calls it
-    once per batch and rank.
+class EpisodeRollout:
+    """A TRL `rollout_func` that plays an episode for each prompt. TRL calls it once per batch and rank. Subclasses say
+    what an episode is.
 
     Attributes:
-        factory: makes an environment.
         max_turns: the largest number of completions in one episode; None sets no limit here.
         rollout: "multi_turn", the name of the rollout component that runs the episodes. A run whose trainer has this
             `rollout_func` selects that component by itself.
@@ -82,9 +82,10 @@ class Episodes:
     rollout = MultiTurn.name
     samples_from_session = True
 
-    def __init__(self, factory: Callable[[], Environment], max_turns: int | None) -> None:
-        self.factory, self.max_turns = factory, max_turns
-        self._tokens: tuple[tuple[object, ...], TemplateTokens] | None = None  # with what they were made of
+    def __init__(self, max_turns: int | None) -> None:
+        self.max_turns = max_turns
+        self._tokens: dict[str, TemplateTokens] = {}  # by further arguments of the template
+        self._made_of: tuple[object, ...] = ()
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """Play one episode per prompt.
@@ -108,7 +109,6 @@ class Episodes:
         sees_images = bool(trainer._is_vlm)
         refuse_prompts(prompts, sees_images=sees_images)
         session = trainer.session
-        tokens = self._tokens_of(trainer)
         group = trainer.num_generations if session.training else trainer.num_generations_eval
         # The prompts' lengths are known once the environments are reset; each episode checks its own.
         request = session.sampler.converse(session.live_engine, [[]] * len(prompts), group)
@@ -118,20 +118,9 @@ class Episodes:
             model_tokens=session.live_engine.max_model_len,
             tool_turns=min(turns, default=sys.maxsize) - 1,
         )
-        failed = rollout.failures(len(prompts))
-        event_loop = getattr(trainer, "async_loop", None)
+        batch = Batch(trainer, rollout, limits, request, rollout.failures(len(prompts)))
         runs = [
-            EnvironmentEpisode(
-                index,
-                dict(row),
-                list(prompt),
-                CheckedEnvironment(self.factory, rollout.runner, event_loop, sees_images=sees_images),
-                tokens,
-                trainer.processing_class,
-                limits,
-                request,
-                failed,
-            )
+            self._episode(batch, index, list(prompt), dict(row))
             for index, (prompt, row) in enumerate(zip(prompts, session.rows, strict=True))
         ]
         conversations = [run.conversation for run in runs]
@@ -147,21 +136,92 @@ class Episodes:
             "env_mask": [conversation.loss_mask for conversation in conversations],
             "episode_reward": [run.reward for run in runs],
             "episode_messages": [conversation.messages for conversation in conversations],
-        } | ({"images": [run.images or None for run in runs]} if sees_images else {})
+        } | ({"images": [list(run.images) or None for run in runs]} if sees_images else {})
 
-    def _tokens_of(self, trainer: Any) -> TemplateTokens:
+    def _episode(self, batch: Batch, index: int, prompt: list[Message], row: Row) -> PlayedEpisode:
+        """Return the episode of one row.
+
+        Args:
+            index: number of the row in this rank's batch.
+            prompt: messages of the row's prompt.
+            row: the dataset's row.
+        """
+        raise NotImplementedError
+
+    def _tokens_of(self, trainer: Any, **more: object) -> TemplateTokens:
         """Return the encoder of prompts and observations for the trainer's tokenizer and chat template.
 
-        It is made at the first batch, and again when the tokenizer or the template has changed since.
+        It is made when it is first asked for, and again when the tokenizer or the template has changed since.
+
+        Args:
+            more: further arguments of the template.
         """
         tokenizer, template = trainer.processing_class, trainer.chat_template
-        options, end_ids = trainer.chat_template_kwargs, trainer.eos_token_ids
+        options, end_ids = dict(trainer.chat_template_kwargs or {}), trainer.eos_token_ids
         made_of = (tokenizer, tokenizer.chat_template, template, options, end_ids)
-        if self._tokens is None or self._tokens[0] != made_of:
+        if self._made_of != made_of:
+            self._made_of, self._tokens = made_of, {}
+        key = repr(more)
+        if key not in self._tokens:
             own = own_tokenizer(tokenizer)  # environments in threads may use the shared one meanwhile
-            training = trainer.training_chat_template
-            self._tokens = made_of, preserving_tokens(own, template, training, options=options, end_ids=end_ids)
-        return self._tokens[1]
+            training, given = trainer.training_chat_template, options | more
+            self._tokens[key] = preserving_tokens(own, template, training, options=given, end_ids=end_ids)
+        return self._tokens[key]
+
+
+class Episodes(EpisodeRollout):
+    """The `rollout_func` that `episodes` returns: it plays an episode with an environment for each prompt.
+
+    Attributes:
+        factory: makes an environment.
+    """
+
+    def __init__(self, factory: Callable[[], Environment], max_turns: int | None) -> None:
+        super().__init__(max_turns)
+        self.factory = factory
+
+    def _episode(self, batch: Batch, index: int, prompt: list[Message], row: Row) -> PlayedEpisode:
+        trainer = batch.trainer
+        event_loop, sees_images = getattr(trainer, "async_loop", None), bool(trainer._is_vlm)
+        environment = CheckedEnvironment(self.factory, batch.rollout.runner, event_loop, sees_images=sees_images)
+        tokens, tokenizer = self._tokens_of(trainer), trainer.processing_class
+        return EnvironmentEpisode(
+            index, row, prompt, environment, tokens, tokenizer, batch.limits, batch.request, batch.failed
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Objects that the episodes of one batch share.
+
+    Attributes:
+        trainer: the trainer.
+        rollout: the rollout component that plays them.
+        limits: limits of tokens and turns.
+        request: makes the engine's request for one turn.
+        failed: called with a conversation that breaks off; raises if too many have.
+    """
+
+    trainer: Any
+    rollout: MultiTurn
+    limits: Limits
+    request: RequestMaker
+    failed: Callable[[Conversation], None]
+
+
+class PlayedEpisode(Protocol):
+    """An episode of a batch, as `EpisodeRollout` reads it after it was played."""
+
+    conversation: Conversation
+    prompt_ids: list[int]
+    reward: float | None
+
+    @property
+    def images(self) -> Sequence[object]:
+        """The images of the prompt and of the observations after it."""
+
+    async def run(self) -> None:
+        """Play the whole episode."""
 
 
 class EnvironmentEpisode(Episode):

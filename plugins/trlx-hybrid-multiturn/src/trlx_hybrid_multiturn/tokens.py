@@ -66,7 +66,7 @@ class TemplateTokens:
         """
         return list(self._render(messages, speak=True))
 
-    def observation(self, messages: Sequence[Message], after: int | None = None) -> list[int]:
+    def observation(self, messages: Sequence[Message], after: int | None = None, *, cut: bool = False) -> list[int]:
         """Return the token ids that messages add between two turns of the model, from the end of the first turn to the
         tokens that begin the second.
 
@@ -75,6 +75,8 @@ class TemplateTokens:
             after: the last token that was sampled, or None. Some templates do not end a turn: the model stops at the
                 token that opens the next message (GLM's `<|user|>`). The conversation then holds that token already, so
                 it is not returned again.
+            cut: whether the first turn was cut before the model ended it. The token that ends a turn then comes first,
+                if the template has one.
 
         Raises:
             ConfigError: the template renders earlier messages differently when these messages follow.
@@ -83,6 +85,8 @@ class TemplateTokens:
         if full[: len(self._prefix)] != self._prefix:
             raise ConfigError("The chat template renders earlier messages differently when these follow them.")
         shown = full[len(self._prefix) :]
+        if cut and after not in self._end_ids:
+            return shown if self._endless else [self._prefix[-1], *shown]
         return shown[1:] if self._endless and after in self._end_ids and shown[:1] == [after] else shown
 
     def _refuses(self) -> str | None:

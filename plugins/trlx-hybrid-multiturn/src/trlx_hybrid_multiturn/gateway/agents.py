@@ -1,0 +1,139 @@
+"""Agents that ask the model over HTTP, through TRL's own argument `rollout_func`."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trlx_hybrid.contract.conversation import Message
+from trlx_hybrid.errors import ConfigError
+
+from ..environment import Row
+from ..rollout_func import Batch, EpisodeRollout
+from ..tokens import TemplateTokens
+from .episode import Agent, AgentEpisode
+from .parsing import Parser
+from .server import gateway
+
+logger = logging.getLogger(__name__)
+
+
+def agents(agent: Agent, *, max_turns: int | None = None) -> Agents:
+    """Return a TRL `rollout_func` that runs one agent per row, whose requests the run's engine answers.
+
+        async def solve(base_url, row):
+            client = AsyncOpenAI(base_url=base_url, api_key="none")
+            ...
+            return reward
+
+        trainer = GRPOTrainer(
+            ..., rollout_func=agents(solve), reward_funcs=episode_reward, hybrid=HybridConfig(engine="vllm")
+        )
+
+    Args:
+        agent: a function or a coroutine function of the base URL of OpenAI's API and the dataset's row. It returns the
+            episode's reward, or None where reward functions compute it. Many run at once, functions in threads.
+        max_turns: the largest number of the model's messages in one episode; None sets no limit here.
+
+    Raises:
+        ConfigError: `max_turns` is less than 1.
+    """
+    if max_turns is not None and max_turns < 1:
+        raise ConfigError(f"agents(max_turns={max_turns}): an episode has at least one turn.")
+    return Agents(agent, max_turns)
+
+
+class Agents(EpisodeRollout):
+    """The `rollout_func` that `agents` returns.
+
+    Attributes:
+        agent: the agent.
+    """
+
+    def __init__(self, agent: Agent, max_turns: int | None) -> None:
+        super().__init__(max_turns)
+        self.agent = agent
+        self._parser: tuple[tuple[object, ...], Parser] | None = None  # with what it was made of
+        self._played: list[AgentEpisode] = []
+        self._begins: dict[int, Sequence[tuple[int, int]]] = {}  # by the hash of a row's tokens
+        self._told: set[str] = set()  # parameters that were said to be overridden
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """Run one agent per prompt. Its arguments and what it returns are those of `EpisodeRollout`."""
+        self._played, self._begins = [], {}
+        rows = super().__call__(prompts, trainer)
+        for episode, *ids in zip(self._played, rows["prompt_ids"], rows["completion_ids"], strict=True):
+            self._begins[hash((*ids[0], *ids[1]))] = episode.branches
+        trainer.session.metrics["hybrid/agents/branches"] = [1 + len(episode.branches) for episode in self._played]
+        return rows
+
+    def branches(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> Sequence[tuple[int, int]]:
+        """Return where later branches begin in a row of the last batch: for each, its place in the completion, and the
+        number of its prompt's tokens."""
+        return self._begins.get(hash((*prompt_ids, *completion_ids)), ())
+
+    def _episode(self, batch: Batch, index: int, prompt: list[Message], row: Row) -> AgentEpisode:
+        trainer = batch.trainer
+
+        def tokens(tools: str) -> TemplateTokens:
+            given = json.loads(tools)
+            return self._tokens_of(trainer, tools=given) if given else self._tokens_of(trainer)
+
+        episode = AgentEpisode(
+            index,
+            row,
+            prompt,
+            self.agent,
+            gateway(),
+            _event_loop(),
+            tokens,
+            self._parser_of(trainer),
+            batch.limits,
+            batch.request,
+            batch.failed,
+            functools.partial(self._note_overridden, trainer),
+            branching=branching(trainer),
+        )
+        self._played.append(episode)
+        return episode
+
+    def _note_overridden(self, trainer: Any, given: Mapping[str, Any]) -> None:
+        """Say once of each parameter that the run's own settings take its place."""
+        for name in sorted(given.keys() - self._told):
+            self._told.add(name)
+            logger.warning(
+                "An agent asks for %s=%r. The run samples with its own settings (%s), with which log-probs are "
+                "computed. Set it in the trainer's arguments.",
+                name,
+                given[name],
+                f"{name}={getattr(trainer.args, name)!r}" if hasattr(trainer.args, name) else "seeds of its own",
+            )
+
+    def _parser_of(self, trainer: Any) -> Parser:
+        tokenizer = trainer.processing_class
+        made_of = (tokenizer, tokenizer.chat_template)
+        if self._parser is None or self._parser[0] != made_of:
+            self._parser = made_of, Parser(tokenizer, trainer._run.borrowed.parse_response)
+        return self._parser[1]
+
+
+def branching(trainer: Any) -> bool:
+    """Return whether an episode may have several branches. The router's experts, truncated sampling and TRL's Liger
+    loss are known for whole rows only."""
+    session = trainer.session
+    part_of_the_ids = session.over_support and session.sampling.truncated_by()
+    return session.router_replay is None and not part_of_the_ids and not trainer.args.use_liger_kernel
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of all agents, started at the first call. It is not the server's: an agent that computes
+    for long holds up other agents, but no request."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="trlx-hybrid-agents", daemon=True).start()
+    return loop

@@ -1,0 +1,205 @@
+"""OpenAI's chat completions: requests checked and read, answers written.
+
+A parameter is honoured, overridden by the run (`OVERRIDDEN`), without effect on what is sampled (`WITHOUT_EFFECT`), or
+refused with its name. None is ignored.
+
+Source: OpenAI's API reference, "Create chat completion"; openai-python 3.52, `types/chat/completion_create_params.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .asked import Asked, Message, Said
+from .errors import RefusedError
+from .reading import checked, limit_of, stops_of, text_of
+
+HONOURED = (
+    "messages",
+    "tools",
+    "max_tokens",
+    "max_completion_tokens",
+    "stop",
+    "stream",
+    "stream_options",
+    "model",
+)
+OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "seed", "tool_choice")
+"""Parameters that change the distribution. The run's settings hold, with which log-probs are computed, and the model
+chooses whether it calls a tool. The value "none" of `tool_choice` is honoured: no tools are shown."""
+WITHOUT_EFFECT = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+)
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+}
+"""Parameters that are served with these values only, which change nothing. None is one of them everywhere."""
+ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+def read(body: Any) -> Asked:
+    """Return what a request asks for.
+
+    Args:
+        body: the request's JSON.
+
+    Raises:
+        RefusedError: the request is not one that is served; names the parameter.
+    """
+    given = checked(body, (*HONOURED, *OVERRIDDEN, *WITHOUT_EFFECT), NEUTRAL)
+    tools = _tools(given.get("tools", []))
+    choice = given.pop("tool_choice", "auto")
+    if choice not in ("auto", "none"):
+        given["tool_choice"] = choice
+    limits = [limit_of(name, given[name]) for name in ("max_tokens", "max_completion_tokens") if name in given]
+    return Asked(
+        messages=_messages(given.get("messages")),
+        tools=[] if choice == "none" else tools,
+        max_tokens=min(limits, default=None),
+        stop=stops_of("stop", given.get("stop", [])),
+        overridden={name: given[name] for name in OVERRIDDEN if name in given},
+    )
+
+
+def _tools(tools: Any) -> list[Mapping[str, Any]]:
+    good = isinstance(tools, list) and all(
+        isinstance(tool, dict)
+        and tool.get("type") == "function"
+        and isinstance(tool.get("function"), dict)
+        and isinstance(tool["function"].get("name"), str)
+        for tool in tools
+    )
+    if not good:
+        raise RefusedError(
+            'tools: only functions are served, each {"type": "function", "function": {"name": …}}.', parameter="tools"
+        )
+    return list(tools)
+
+
+def _messages(messages: Any) -> list[Message]:
+    if not isinstance(messages, list) or not messages:
+        raise RefusedError("messages: a list with at least one message is needed.", parameter="messages")
+    return [_message(number, message) for number, message in enumerate(messages)]
+
+
+def _message(number: int, message: Any) -> Message:
+    name = f"messages[{number}]"
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        raise RefusedError(f"{name}: its role is none of {', '.join(ROLES)}.", parameter="messages")
+    read: Message = {"role": ROLES[message["role"]], "content": text_of(name, message.get("content"))}
+    calls = message.get("tool_calls")
+    if calls:
+        try:
+            functions = [call["function"] for call in calls]
+            read["tool_calls"] = [
+                {"type": "function", "function": {"name": f["name"], "arguments": json.loads(f["arguments"] or "{}")}}
+                for f in functions
+            ]
+        except (TypeError, KeyError, ValueError):
+            raise RefusedError(f"{name}: its tool_calls cannot be read.", parameter="messages") from None
+    if message.get("name"):
+        read["name"] = message["name"]
+    return read
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def written(body: Mapping[str, Any], said: Said, number: str) -> dict[str, Any]:
+    """Return the answer to a request, as one JSON object.
+
+    Args:
+        body: the request's JSON.
+        said: the model's message.
+        number: the answer's id.
+    """
+    return {
+        **_head(body, number, "chat.completion"),
+        "choices": [
+            {"index": 0, "message": _answer(said.message, number), "logprobs": None, "finish_reason": _reason(said)}
+        ],
+        "usage": _usage(said),
+    }
+
+
+def streamed(body: Mapping[str, Any], said: Said, number: str) -> Iterator[dict[str, Any]]:
+    """Yield the answer to a request as the chunks of a stream.
+
+    Args:
+        body: the request's JSON.
+        said: the model's message.
+        number: the answer's id.
+    """
+    head, message = _head(body, number, "chat.completion.chunk"), _answer(said.message, number)
+    usage = (body.get("stream_options") or {}).get("include_usage")
+    rest = {"usage": None} if usage else {}
+    calls = [{"index": index, **call} for index, call in enumerate(message.pop("tool_calls", []))]
+    deltas = [message] + ([{"tool_calls": calls}] if calls else [])
+    for delta in deltas:
+        yield {**head, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}], **rest}
+    yield {**head, "choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": _reason(said)}], **rest}
+    if usage:
+        yield {**head, "choices": [], "usage": _usage(said)}
+
+
+def refused(error: RefusedError) -> dict[str, Any]:
+    """Return the answer to a request that is refused."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return {"error": {"message": error.message, "type": kind, "param": error.parameter, "code": error.code}}
+
+
+def _head(body: Mapping[str, Any], number: str, kind: str) -> dict[str, Any]:
+    model = body.get("model") or "policy"
+    return {"id": f"chatcmpl-{number}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def _answer(message: Message, number: str) -> Message:
+    calls = [
+        {
+            "id": f"call_{number}_{index}",
+            "type": "function",
+            "function": {
+                "name": call["function"]["name"],
+                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+            },
+        }
+        for index, call in enumerate(message.get("tool_calls") or ())
+    ]
+    content = message.get("content")
+    answer: Message = {"role": "assistant", "content": content or (None if calls else "")}
+    if message.get("reasoning_content"):
+        answer["reasoning_content"] = message["reasoning_content"]
+    return answer | ({"tool_calls": calls} if calls else {})
+
+
+def _reason(said: Said) -> str:
+    if said.length:
+        return "length"
+    return "tool_calls" if said.message.get("tool_calls") else "stop"
+
+
+def _usage(said: Said) -> dict[str, int]:
+    return {
+        "prompt_tokens": said.prompt_tokens,
+        "completion_tokens": said.completion_tokens,
+        "total_tokens": said.prompt_tokens + said.completion_tokens,
+    }

@@ -1,0 +1,90 @@
+"""The model's turns as chat messages, with the tool calls in them."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from trl.chat_template_utils import add_response_schema
+from trlx_hybrid.contract.conversation import Message
+from trlx_hybrid.episodes.tokenizer import own_tokenizer
+
+from .asked import Asked
+
+SCHEMAS = ("response_template", "response_schema")
+"""The attributes of a tokenizer that tell transformers how a response is parsed."""
+
+
+class Parser:
+    """A parser of turns, by a tokenizer of its own: TRL's schema for the chat template is added where it has none.
+
+    Args:
+        tokenizer: the trainer's tokenizer.
+        parse_response: TRL's function of that name.
+
+    Attributes:
+        finds_calls: whether it finds tool calls. Without a schema, every turn is plain text.
+    """
+
+    def __init__(self, tokenizer: Any, parse_response: Callable[..., dict[str, Any]]) -> None:
+        self._tokenizer, self._parse_response = own_tokenizer(tokenizer), parse_response
+        self._counter, self._counting = own_tokenizer(tokenizer), threading.Lock()
+        if not self._has_schema():
+            with contextlib.suppress(ValueError):  # TRL does not know this chat template
+                self._tokenizer = add_response_schema(self._tokenizer)
+        self.finds_calls = self._has_schema()
+
+    def message(self, token_ids: list[int], before: list[int], tools: Sequence[Mapping[str, Any]]) -> Message:
+        """Return a turn as a message. It is plain text where it is not parsed.
+
+        Args:
+            token_ids: the sampled tokens of the turn.
+            before: all tokens before them.
+            tools: the tools that the model was offered, as JSON schemas.
+        """
+        if not tools or not self.finds_calls:
+            text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+            return {"role": "assistant", "content": text}
+        parsed = self._parse_response(self._tokenizer, token_ids, prefix=before, tools=list(tools))
+        message: Message = {"role": "assistant", "content": parsed.get("content") or ""}
+        if reasoning := parsed.get("reasoning_content") or parsed.get("thinking"):
+            message["reasoning_content"] = reasoning
+        if parsed.get("tool_calls"):
+            message["tool_calls"] = parsed["tool_calls"]
+        return message
+
+    def stopped(self, token_ids: Sequence[int], stops: Sequence[str]) -> tuple[int, str] | None:
+        """Return how many tokens of a turn it takes until one of some texts has been said, and which text; None where
+        none is said. Of several that end with the same token, it is the one that begins first.
+
+        Args:
+            token_ids: the sampled tokens of the turn.
+            stops: the texts.
+        """
+
+        def said(tokens: int) -> str | None:
+            text = self._tokenizer.decode(token_ids[:tokens], skip_special_tokens=True)
+            places = [(text.find(stop), stop) for stop in stops if stop in text]
+            return min(places)[1] if places else None
+
+        if not stops or said(len(token_ids)) is None:
+            return None
+        tokens = bisect.bisect_left(range(len(token_ids) + 1), True, key=lambda tokens: said(tokens) is not None)
+        stop = said(tokens)
+        assert stop is not None
+        return tokens, stop
+
+    def count(self, asked: Asked) -> int:
+        """Return the number of tokens of a request's messages and tools, as the chat template renders them. May be
+        called from any thread."""
+        with self._counting:
+            ids = self._counter.apply_chat_template(
+                list(asked.messages), tools=list(asked.tools) or None, add_generation_prompt=True, return_dict=False
+            )
+        return len(ids)
+
+    def _has_schema(self) -> bool:
+        return any(getattr(self._tokenizer, name, None) is not None for name in SCHEMAS)

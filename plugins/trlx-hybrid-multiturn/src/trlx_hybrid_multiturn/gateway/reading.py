@@ -1,0 +1,83 @@
+"""Checks that the requests of all APIs share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from .errors import RefusedError
+
+
+def checked(body: Any, known: Collection[str], neutral: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Return a request's parameters without those that are null.
+
+    Args:
+        body: the request's JSON.
+        known: parameters that are served.
+        neutral: parameters that are served with certain values only.
+
+    Raises:
+        RefusedError: a parameter is not served, or its value is not.
+    """
+    if not isinstance(body, dict):
+        raise RefusedError("The body is no JSON object.")
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, value in given.items():
+        if name in neutral and value not in neutral[name]:
+            served = " or ".join(json.dumps(each) for each in neutral[name])
+            raise RefusedError(f"{name}={json.dumps(value)} is not served here, only {served}.", parameter=name)
+        if name not in known and name not in neutral:
+            raise RefusedError(f"The parameter {name!r} is not served here. Leave it out.", parameter=name)
+    return given
+
+
+def limit_of(name: str, value: Any) -> int:
+    """Return a limit of tokens.
+
+    Raises:
+        RefusedError: it is no whole number above 0.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise RefusedError(f"{name}={value!r}: it is a number of tokens, 1 or more.", parameter=name)
+    return value
+
+
+def stops_of(name: str, value: Any) -> list[str]:
+    """Return the texts at which a message is to end.
+
+    Raises:
+        RefusedError: they are neither a text nor a list of texts, or one is empty.
+    """
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise RefusedError(f"{name}={json.dumps(value)}: it is a text, or a list of texts.", parameter=name)
+    return texts
+
+
+def text_of(name: str, content: Any) -> str:
+    """Return a content as text: a text, a list of blocks of text, or None.
+
+    Args:
+        name: the content's place in the request, for messages.
+        content: the content.
+
+    Raises:
+        RefusedError: it holds something else than text, or a lone surrogate.
+    """
+    if content is None:
+        return ""
+    if isinstance(content, list):
+        kinds = [part.get("type") if isinstance(part, dict) else None for part in content]
+        if other := next((kind for kind in kinds if kind != "text"), ""):
+            raise RefusedError(f"{name}: content of type {other!r} is not served here.", parameter="messages")
+        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    if not isinstance(content, str):
+        raise RefusedError(f"{name}: its content is no text.", parameter="messages")
+    try:
+        content.encode()
+    except UnicodeEncodeError:
+        raise RefusedError(
+            f"{name}: its content has a lone surrogate, which no text has.", parameter="messages"
+        ) from None
+    return content

@@ -1,0 +1,354 @@
+"""Agents with OpenAI's official client, answered by the real engine in the trainer."""
+
+import asyncio
+import itertools
+import json
+import threading
+
+import pytest
+import torch
+from anthropic import AsyncAnthropic
+from datasets import Dataset
+from openai import APIStatusError, BadRequestError, OpenAI
+from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
+from trlx_hybrid_multiturn import Step, episodes
+from trlx_hybrid_multiturn.gateway.agents import Agents
+
+from tests.support.agents import CLIENT, PARAMETERS, TOOLS, TURNS
+
+MESSAGES = AsyncAnthropic(base_url="http://localhost", api_key="none")
+
+
+async def streamed(client, **request):
+    """A message that arrives in chunks."""
+    text, calls = "", []
+    async for chunk in await client.chat.completions.create(**request, stream=True):
+        delta = chunk.choices[0].delta
+        text += delta.content or ""
+        calls += [call.model_dump(exclude={"index"}) for call in delta.tool_calls or ()]
+    return {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
+
+
+async def adds(base_url, row):
+    """Lets the model call a tool, in up to three turns; the second is streamed."""
+    client, messages = CLIENT.with_options(base_url=base_url), list(row["prompt"])
+    for turn in range(3):
+        request = {"model": "any", "messages": messages, "tools": TOOLS}
+        if turn == 1:
+            message = await streamed(client, **request)
+        else:
+            done = await client.chat.completions.create(**request)
+            message = done.choices[0].message.model_dump(exclude_none=True)
+        messages.append(message)
+        for call in message.get("tool_calls", ()):
+            given = json.loads(call["function"]["arguments"])
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": str(given["a"] + given["b"])})
+        if messages[-1]["role"] == "assistant":
+            break
+    return float(len(messages))
+
+
+def test_what_is_trained_is_what_was_sampled(train):
+    done, batches = train(adds, max_steps=1)
+    (batch,) = batches
+    model = chatty_model(chat_tokenizer(TURNS), TURNS).eval()
+    for trajectory in batch:
+        mask = trajectory.loss_mask
+        assert len(mask) == len(trajectory.completion_ids) == len(trajectory.logprobs)
+        ids = torch.tensor([trajectory.prompt_ids + trajectory.completion_ids])
+        with torch.no_grad():
+            scored = model(ids).logits[0, len(trajectory.prompt_ids) - 1 : -1].log_softmax(-1)
+        for token, sampled in enumerate(mask):
+            wanted = scored[token, trajectory.completion_ids[token]].item() * sampled
+            assert trajectory.logprobs[token] == pytest.approx(wanted, abs=1e-5)
+    assert done.trainer.state.log_history[0]["hybrid/turns/mean"] > 1
+    assert any(0 in trajectory.loss_mask for trajectory in batch)
+    assert done.trainer.state.log_history[0]["hybrid/trajectories/failed"] == 0
+
+
+async def adds_by_messages(base_url, row):
+    """As `adds`, with Anthropic's client."""
+    client, said = MESSAGES.with_options(base_url=base_url.removesuffix("/v1")), list(row["prompt"])
+    tools = [{"name": "add", "description": "Add.", "input_schema": PARAMETERS}]
+    for turn in range(3):
+        request = {"model": "any", "messages": said, "tools": tools, "max_tokens": 100}
+        if turn == 1:
+            async with client.messages.stream(**request) as stream:
+                done = await stream.get_final_message()
+        else:
+            done = await client.messages.create(**request)
+        counted = await client.messages.count_tokens(**{k: v for k, v in request.items() if k != "max_tokens"})
+        assert counted.input_tokens > 5
+        said.append({"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in done.content]})
+        calls = [block for block in done.content if block.type == "tool_use"]
+        if not calls:
+            break
+        results = [{"type": "tool_result", "tool_use_id": c.id, "content": str(c.input["a"] + 2)} for c in calls]
+        said.append({"role": "user", "content": results})
+    return float(len(said))
+
+
+def test_both_apis_sample_the_same(train):
+    _, mine = train(adds, max_steps=1)
+    done, others = train(adds_by_messages, max_steps=1)
+    assert done.trainer.state.log_history[0]["hybrid/trajectories/failed"] == 0
+    for one, other in zip(*mine, *others, strict=True):
+        assert (one.prompt_ids, one.completion_ids) == (other.prompt_ids, other.completion_ids)
+        assert one.loss_mask == other.loss_mask
+
+
+class Answers:
+    """The environment that says what the agent `asks_twice` says."""
+
+    def reset(self, row):
+        self.turn = 0
+
+    def step(self, completion):
+        self.turn += 1
+        return Step(observation="go on", done=self.turn == 2, reward=float(len(completion)))
+
+
+async def asks_twice(base_url, row):
+    client, messages, reward = CLIENT.with_options(base_url=base_url), list(row["prompt"]), 0.0
+    for _ in range(2):
+        done = await client.chat.completions.create(model="any", messages=messages, temperature=0.1, seed=3)
+        text = done.choices[0].message.content
+        reward += len(text)
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "go on"}]
+    return reward
+
+
+def test_tokens_masks_and_log_probs_are_those_of_an_environment(train):
+    """Which requests are sampled together is another matter here, so log-probs differ by rounding."""
+    _, mine = train(asks_twice, max_steps=1, max_completion_length=400)
+    _, others = train(episodes(Answers), max_steps=1, max_completion_length=400)
+    for one, other in zip(*mine, *others, strict=True):
+        assert (one.prompt_ids, one.completion_ids) == (other.prompt_ids, other.completion_ids)
+        assert one.loss_mask == other.loss_mask
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        assert one.reward == other.reward
+
+
+@pytest.mark.parametrize("cut", [{"stop": ["egg", '"arguments"']}, {"max_tokens": 1}], ids=["stop", "max_tokens"])
+def test_a_message_that_was_cut_goes_on(train, cut):
+    """The end of the turn is put behind it, and is not trained. What a `stop` drops is sampled, but not trained."""
+    heard = []
+
+    async def agent(base_url, row):
+        client, messages = CLIENT.with_options(base_url=base_url), list(row["prompt"])
+        for _ in range(2):
+            done = await client.chat.completions.create(model="any", messages=messages, **cut)
+            choice = done.choices[0]
+            heard.append((choice.message.content, choice.finish_reason, done.usage.completion_tokens))
+            messages += [choice.message.model_dump(exclude_none=True), {"role": "user", "content": "go on"}]
+        return 1.0
+
+    done, batches = train(agent, max_steps=1, max_completion_length=400)
+    assert done.trainer.state.log_history[0]["hybrid/trajectories/failed"] == 0
+    if "stop" in cut:
+        assert ('<tool_call>\n{"name": "add", ', "stop", 1) in heard
+    else:
+        assert {(reason, tokens) for _, reason, tokens in heard} == {("length", 1)}
+    tokenizer = chat_tokenizer(TURNS)
+    for trajectory in batches[0]:
+        text = tokenizer.decode(trajectory.prompt_ids + trajectory.completion_ids)
+        ends = [i for i, token in enumerate(trajectory.completion_ids) if token == tokenizer.eos_token_id]
+        assert "<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n" in text
+        if "max_tokens" in cut:
+            assert [trajectory.loss_mask[end] for end in ends] == [0, 0]
+            assert sum(trajectory.loss_mask) == 2
+
+
+def test_what_the_run_overrides_is_said_once(train, caplog):
+    train(asks_twice, max_steps=1, max_completion_length=400)
+    said = [record.message for record in caplog.records if "asks for" in record.message]
+    assert said == [
+        "An agent asks for seed=3. The run samples with its own settings (seed=42), with which log-probs are computed. "
+        "Set it in the trainer's arguments.",
+        "An agent asks for temperature=0.1. The run samples with its own settings (temperature=1.0), with which "
+        "log-probs are computed. Set it in the trainer's arguments.",
+    ]
+
+
+def test_functions_are_agents_and_their_clients_may_send_a_request_again(train):
+    """A client that asks the same thing twice gets two samples; one that sends a request again gets its answer."""
+    again = []
+
+    def agent(base_url, row):
+        client = OpenAI(base_url=base_url, api_key="none")
+        asked = {"model": "any", "messages": row["prompt"]}
+        first = client.chat.completions.create(**asked)
+        retried = client.chat.completions.create(**asked, extra_headers={"x-stainless-retry-count": "1"})
+        client.chat.completions.create(**asked)
+        again.append(first.choices[0].message.content == retried.choices[0].message.content)
+        return 1.0
+
+    done, _ = train(agent, max_steps=1, max_completion_length=400)
+    assert again == [True] * 8
+    assert done.trainer.state.log_history[0]["hybrid/turns/mean"] == 2
+    assert done.trainer.state.log_history[0]["hybrid/agents/branches"] == 2
+
+
+async def rewrites(base_url, row):
+    """Asks a helper with a history of its own, shortens its own history, and then goes on with the first."""
+    client, first = CLIENT.with_options(base_url=base_url), list(row["prompt"])
+    said = []
+
+    async def ask(messages, **more):
+        done = await client.chat.completions.create(model="any", messages=messages, **more)
+        said.append(done.choices[0].message.content or "")
+        return done.choices[0].message.model_dump(exclude_none=True)
+
+    first.append(await ask(first))
+    await ask([{"role": "system", "content": "help"}, {"role": "user", "content": "do it"}], tools=TOOLS)
+    await ask([{"role": "user", "content": "in short: " + said[0]}])
+    await ask([*first, {"role": "user", "content": "more"}])
+    return float(sum(map(len, said)))
+
+
+@pytest.mark.parametrize("scoring", ["padded", "packed"])
+def test_each_branch_is_trained_as_it_was_sampled(train, scoring):
+    """The engine's log-probs are those of the model that saw the branch alone, and so are the trainer's."""
+    given = {"max_steps": 2, "max_completion_length": 800, "optim": "sgd", "per_device_train_batch_size": 4}
+    done, batches = train(rewrites, scoring=scoring, gradient_accumulation_steps=2, **given)
+    model, tokenizer = chatty_model(chat_tokenizer(TURNS), TURNS).eval(), chat_tokenizer(TURNS)
+    begins = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    for trajectory in batches[0]:
+        ids, mask = trajectory.completion_ids, trajectory.loss_mask
+        pairs = itertools.pairwise(ids)  # between the turns of one branch there is a line break
+        starts = [0, *(at for at, pair in enumerate(pairs, 1) if pair == (tokenizer.eos_token_id, begins))]
+        assert len(starts) == 3
+        for number, (start, end) in enumerate(zip(starts, [*starts[1:], len(ids)], strict=True)):
+            context = [] if number else trajectory.prompt_ids
+            with torch.no_grad():
+                scored = model(torch.tensor([[*context, *ids[start:end]]])).logits[0].log_softmax(-1)
+            for at in range(start, end):
+                if mask[at]:
+                    wanted = scored[len(context) + at - start - 1, ids[at]].item()
+                    assert trajectory.logprobs[at] == pytest.approx(wanted, abs=1e-5)
+    logs = [log for log in done.trainer.state.log_history if "loss" in log]
+    assert [log["hybrid/agents/branches"] for log in logs] == [3.0, 3.0]
+    assert max(log["sampling/sampling_logp_difference/max"] for log in logs) < 1e-4
+    assert all(log["hybrid/trajectories/failed"] == 0 for log in logs)
+
+
+class MaskedBranches(Agents):
+    """Agents whose later branches are masked."""
+
+    def __call__(self, prompts, trainer):
+        rows = super().__call__(prompts, trainer)
+        for mask, *ids in zip(rows["env_mask"], rows["prompt_ids"], rows["completion_ids"], strict=True):
+            for at, _ in self.branches(*ids):
+                mask[at:] = [0] * (len(mask) - at)
+        return rows
+
+
+async def asks_a_helper(base_url, row):
+    """The reward is what a helper says that knows nothing of the first conversation."""
+    client = CLIENT.with_options(base_url=base_url)
+    short = {"model": "any", "max_tokens": 8}
+    await client.chat.completions.create(**short, messages=row["prompt"])
+    asked = [{"role": "system", "content": "help"}, row["prompt"][0]]
+    helped = await client.chat.completions.create(**short, messages=asked)
+    return float("plain" in helped.choices[0].message.content)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rollout", [Agents, MaskedBranches])
+def test_a_helper_learns_what_is_rewarded_unless_its_branch_is_masked(train, rollout):
+    given = {"max_steps": 8, "per_device_train_batch_size": 32, "learning_rate": 3e-3, "max_completion_length": 200}
+    done, _ = train(rollout(asks_a_helper, None), **given)
+    rewards = [log["reward"] for log in done.trainer.state.log_history if "loss" in log]
+    assert rewards[0] < 0.3
+    assert min(rewards[-3:]) > 0.9 if rollout is Agents else max(rewards[-3:]) < 0.3, rewards
+
+
+def test_a_run_with_truncated_sampling_masks_an_episode_with_two_branches(train, caplog):
+    refused = []
+
+    async def agent(base_url, row):
+        client, messages = CLIENT.with_options(base_url=base_url), list(row["prompt"])
+        done = await client.chat.completions.create(model="any", messages=messages)
+        if "???" in messages[0]["content"]:
+            try:
+                shorter = [{"role": "user", "content": "in short: " + done.choices[0].message.content}]
+                await client.chat.completions.create(model="any", messages=shorter)
+            except BadRequestError as error:
+                refused.append(error.message)
+        return 1.0
+
+    done, batches = train(agent, options={"max_failed": 1.0}, top_k=5)
+    failed = [log["hybrid/trajectories/failed"] for log in done.trainer.state.log_history[:-1]]
+    assert 0 < sum(failed) == len(refused) < 16
+    assert "one conversation for an episode" in refused[0]
+    assert sum(not any(t.loss_mask) for batch in batches for t in batch) == sum(failed)
+    assert "broke off" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("agent", "reason"),
+    [
+        (lambda base_url, row: 1.0, "the agent has not asked the model"),
+        (lambda base_url, row: 1 / 0, "the agent raised ZeroDivisionError: division by zero"),
+    ],
+    ids=["asks nothing", "raises"],
+)
+def test_agents_that_fail_are_named(train, agent, reason):
+    from trlx_hybrid_multiturn.multi_turn import TrajectoriesFailedError
+
+    with pytest.raises(TrajectoriesFailedError, match=reason):
+        train(agent)
+
+
+def test_an_agent_that_never_ends_is_ended(train):
+    cancelled = []
+
+    async def agent(base_url, row):
+        client = CLIENT.with_options(base_url=base_url)
+        await client.chat.completions.create(model="any", messages=row["prompt"])
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            cancelled.append(base_url)
+            raise
+
+    done, batches = train(agent, max_steps=1, options={"max_seconds": 3.0})
+    assert len(batches[0]) == 8
+    assert done.trainer.state.log_history[0]["hybrid/trajectories/failed"] == 0  # what was said is kept
+    late = threading.Event()
+    for _ in range(100):
+        if len(cancelled) == 8:
+            break
+        late.wait(0.05)
+    assert len(cancelled) == 8
+    with pytest.raises(APIStatusError, match="No episode is played"):
+        OpenAI(base_url=cancelled[0], api_key="none", max_retries=0).models.list()
+
+
+def test_a_conversation_without_room_gets_the_code_that_clients_know(train):
+    codes = []
+
+    async def agent(base_url, row):
+        client, messages = CLIENT.with_options(base_url=base_url), list(row["prompt"])
+        try:
+            for _ in range(20):
+                done = await client.chat.completions.create(model="any", messages=messages)
+                messages += [{"role": "assistant", "content": done.choices[0].message.content}]
+                messages += [{"role": "user", "content": "and then? " * 5}]
+        except BadRequestError as error:
+            codes.append(error.code)
+        return 1.0
+
+    done, batches = train(agent, max_steps=1)
+    assert codes == ["context_length_exceeded"] * 8
+    assert all(len(t.completion_ids) <= 150 for t in batches[0])
+    assert done.trainer.state.log_history[0]["hybrid/trajectories/failed"] == 0
+
+
+@pytest.mark.slow
+def test_200_episodes_at_once(train):
+    dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"{i}"}] for i in range(50)]})
+    given = {"train_dataset": dataset, "per_device_train_batch_size": 200, "max_steps": 1, "max_completion_length": 400}
+    done, batches = train(adds, **given)
+    assert len(batches[0]) == 200
+    assert done.trainer.state.log_history[0]["hybrid/trajectories/failed"] == 0

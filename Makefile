@@ -11,7 +11,7 @@ INSTALL = install -q --no-compile $(PIP_ARGS)
 CPU := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=ERROR TORCH_CPP_LOG_LEVEL=ERROR TOKENIZERS_PARALLELISM=false
 LAUNCH := --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
-.PHONY: help quickstart test test-slow test-gpu test-faults test-kills test-versions test-vision test-4bit models lint types docs bench check clean
+.PHONY: help quickstart test test-slow test-gpu test-faults test-kills test-versions test-vision test-4bit test-adapters test-agents models lint types docs bench check clean
 
 help:
 	@echo "make quickstart   install, then train a small model with GRPO through vLLM; ARGS='--seed 1' passes flags"
@@ -24,6 +24,7 @@ help:
 	@echo "make test-4bit    bases that bitsandbytes holds in 4 bits"
 	@echo "make models       measure the weight paths of all architectures, and write docs/models.md of them"
 	@echo "make test-adapters   OpenEnv and verifiers, in environments of their own"
+	@echo "make test-agents     agents of three frameworks, as PyPI has them"
 	@echo "make lint types docs bench check"
 
 PLUGINS := vllm multiturn reshard ray trajectories training algorithms cure
@@ -128,13 +129,21 @@ test-deepspeed: .venv-deepspeed/run
 	$(ENVIRONMENT)
 	@touch $@
 
-.PHONY: test-adapters
 test-adapters: .venv-openenv/run .venv-verifiers/run .venv/dev
 	for name in openenv verifiers; do \
 		PYTHONPATH=.:plugins/trlx-hybrid-multiturn/src .venv-$$name/bin/python -m pytest \
 			plugins/trlx-hybrid-multiturn/tests/adapters $(ARGS) || exit 1; \
 	done
 	$(CPU) $(BIN)/python -m pytest -m slow plugins/trlx-hybrid-multiturn/tests/adapters $(ARGS)
+
+# Beside the project's own packages, in a folder that only this test sees.
+.venv-agents/run: requirements/agents.lock .venv/dev
+	$(BIN)/pip $(INSTALL) --no-deps --target .venv-agents -r requirements/agents.lock
+	@touch $@
+
+test-agents: .venv-agents/run
+	$(CPU) PYTHONPATH=.venv-agents $(BIN)/python -m pytest -m slow $(ARGS) \
+		plugins/trlx-hybrid-multiturn/tests/gateway/test_frameworks.py
 
 lint: .venv/dev
 	$(BIN)/ruff check .

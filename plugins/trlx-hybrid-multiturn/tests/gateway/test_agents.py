@@ -14,7 +14,7 @@ from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
 from trlx_hybrid_multiturn import Step, episodes
 from trlx_hybrid_multiturn.gateway.agents import Agents
 
-from tests.support.agents import CLIENT, PARAMETERS, TOOLS, TURNS
+from tests.support.agents import CLIENT, PARAMETERS, QUESTIONS, TOOLS, TURNS
 
 MESSAGES = AsyncAnthropic(base_url="http://localhost", api_key="none")
 
@@ -61,6 +61,11 @@ def test_what_is_trained_is_what_was_sampled(train):
         for token, sampled in enumerate(mask):
             wanted = scored[token, trajectory.completion_ids[token]].item() * sampled
             assert trajectory.logprobs[token] == pytest.approx(wanted, abs=1e-5)
+    rendered = [
+        chat_tokenizer(TURNS).apply_chat_template(prompt, tools=TOOLS, add_generation_prompt=True, return_dict=False)
+        for prompt in QUESTIONS
+    ]
+    assert all(trajectory.prompt_ids in rendered for trajectory in batch)
     assert done.trainer.state.log_history[0]["hybrid/turns/mean"] > 1
     assert any(0 in trajectory.loss_mask for trajectory in batch)
     assert done.trainer.state.log_history[0]["hybrid/trajectories/failed"] == 0

@@ -208,7 +208,7 @@ class AgentEpisode(Episode):
                 "tokenizer's response_schema.",
                 parameter="tools",
             )
-        tokens = self._tokens(json.dumps(list(turn.asked.tools), sort_keys=True))
+        tokens = self._tokens(json.dumps(list(turn.asked.tools)))  # in the order that the client chose
         if turn.branch in self._branches:
             branch = self._branches[turn.branch]
             spoken = branch.conversation.completion_ids

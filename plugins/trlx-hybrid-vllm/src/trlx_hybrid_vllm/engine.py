@@ -119,7 +119,7 @@ class VLLMEngine:
         self.sleeps = options.enable_sleep_mode
         self.ranks_per_replica = options.ranks
         self._made_default_group = not dist.is_initialized()
-        self._frozen = gc.get_freeze_count() if heap.frozen_by_the_user() else 0
+        self._frozen = heap.frozen_by_the_user()
         ranks = session.ranks
         address = address_of_this_host(ranks.gather) if ranks.world > 1 else None
         with (
@@ -428,7 +428,8 @@ class VLLMEngine:
             self._forget_sampling_graphs()
             self._latent = []
             self._replica.close()
-            kept = 0 < gc.get_freeze_count() <= self._frozen  # nobody has frozen the engine since
+            # Nobody has frozen the engine since.
+            kept = bool(self._frozen) and 0 < gc.get_freeze_count() <= self._frozen
             shut_down(llm, self._made_default_group, self.peers_lost, kept)
             heap.note_unfrozen()
 

@@ -12,19 +12,10 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from calculator import (
-    GYM,
-    UNREADABLE,
-    ScriptArguments,
-    calculate,
-    conversation,
-    dataset,
-    demonstrate,
-    draw_tasks,
-)
+from calculator import GYM, UNREADABLE, ScriptArguments, calculate, dataset, learn_to_calculate
 from openai import AsyncOpenAI, BadRequestError
 from quickstart import quiet
-from toy_chat import BLANK, ToyConfig, build_chat_tokenizer, learn_from_demonstrations, train_and_report
+from toy_chat import ToyConfig, train_and_report
 from transformers.utils import get_json_schema
 from trl import TrlParser
 from trlx_hybrid import GRPOTrainer, HybridConfig
@@ -71,15 +62,7 @@ def main() -> None:
     """Learn from demonstrations, then train the agent with GRPO."""
     script, config = TrlParser((ScriptArguments, AgentConfig)).parse_args_and_config()
     quiet()
-    tasks = draw_tasks(script.num_heldout + script.num_tasks, config.seed)
-    heldout, training = tasks[: script.num_heldout], tasks[script.num_heldout :]
-
-    question = GYM[0]["question"].replace(GYM[0]["metadata"]["expression"], BLANK)
-    shapes = [conversation(question, BLANK, BLANK, BLANK), conversation(question, BLANK, UNREADABLE, BLANK)]
-    tokenizer = build_chat_tokenizer(shapes, words=[*"0123456789 *", "{'error': '", "'}"], tools=[calculate])
-    model = learn_from_demonstrations(
-        lambda rng: demonstrate(rng.choice(training), rng), tokenizer, config, script.sft_steps, tools=[calculate]
-    )
+    tokenizer, model, training, heldout = learn_to_calculate(script, config)
     trainer = GRPOTrainer(
         model=model,
         args=config,

@@ -103,10 +103,8 @@ def dataset(tasks: list[dict[str, Any]]) -> Dataset:
     return Dataset.from_list([{"prompt": [{"role": "user", "content": t["question"]}], "task": t} for t in tasks])
 
 
-def main() -> None:
-    """Learn from demonstrations, then train with GRPO and the tool."""
-    script, config = TrlParser((ScriptArguments, CalculatorConfig)).parse_args_and_config()
-    quiet()
+def learn_to_calculate(script: ScriptArguments, config: ToyConfig) -> tuple[Any, Any, list[Any], list[Any]]:
+    """Return a tokenizer, a model that learned from demonstrations, the tasks to train on, and the held-out ones."""
     tasks = draw_tasks(script.num_heldout + script.num_tasks, config.seed)
     heldout, training = tasks[: script.num_heldout], tasks[script.num_heldout :]
 
@@ -116,6 +114,14 @@ def main() -> None:
     model = learn_from_demonstrations(
         lambda rng: demonstrate(rng.choice(training), rng), tokenizer, config, script.sft_steps, tools=[calculate]
     )
+    return tokenizer, model, training, heldout
+
+
+def main() -> None:
+    """Learn from demonstrations, then train with GRPO and the tool."""
+    script, config = TrlParser((ScriptArguments, CalculatorConfig)).parse_args_and_config()
+    quiet()
+    tokenizer, model, training, heldout = learn_to_calculate(script, config)
     trainer = GRPOTrainer(
         model=model,
         args=config,

@@ -234,6 +234,24 @@ class ToolEpisode(Episode):
             ) from error
 
 
+def rendered(render: Callable[..., list[int]], *given: object) -> list[int]:
+    """Return messages as token ids, rendered by a chat template.
+
+    Args:
+        render: renders them, such as `TemplateTokens.prompt`.
+        given: its arguments.
+
+    Raises:
+        LostCallError: the template cannot render them.
+    """
+    try:
+        return render(*given)
+    except Exception as error:  # a template may raise anything
+        raise LostCallError(
+            f"its messages cannot be rendered by the chat template: {type(error).__name__}: {error}"
+        ) from error
+
+
 def broken(conversation: Conversation) -> None:
     """Warn that a conversation broke off."""
     logger.warning("A trajectory broke off and is masked: %s", conversation.failure)

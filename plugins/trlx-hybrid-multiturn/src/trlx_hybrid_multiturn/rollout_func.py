@@ -13,7 +13,7 @@ from trlx_hybrid.episodes.tokenizer import own_tokenizer
 from trlx_hybrid.errors import ConfigError, EngineError
 
 from .environment import CheckedEnvironment, Environment, Row, refuse_prompts
-from .episode import Episode
+from .episode import Episode, rendered
 from .loop import OutOfTimeError
 from .multi_turn import MultiTurn
 from .tokens import TemplateTokens, preserving_tokens
@@ -45,9 +45,22 @@ def episodes(factory: Callable[[], Environment], *, max_turns: int | None = None
     Raises:
         ConfigError: `max_turns` is less than 1.
     """
-    if max_turns is not None and max_turns < 1:
-        raise ConfigError(f"episodes(max_turns={max_turns}): an episode has at least one turn.")
+    refuse_no_turns("episodes", max_turns)
     return Episodes(factory, max_turns)
+
+
+def refuse_no_turns(function: str, max_turns: int | None) -> None:
+    """Refuse a limit of less than one turn.
+
+    Args:
+        function: the name of the function that was given it, for the message.
+        max_turns: the limit; None for no limit.
+
+    Raises:
+        ConfigError: the limit is less than 1.
+    """
+    if max_turns is not None and max_turns < 1:
+        raise ConfigError(f"{function}(max_turns={max_turns}): an episode has at least one turn.")
 
 
 def episode_reward(
@@ -297,7 +310,7 @@ class EnvironmentEpisode(Episode):
             shown = step.observation
             messages = [{"role": "user", "content": shown}] if isinstance(shown, str) else shown
             last = conversation.completion_ids[-1] if conversation.completion_ids else None
-            observed = self._rendered(self._tokens.observation, messages, last)
+            observed = rendered(self._tokens.observation, messages, last)
             room = limits.completion_tokens - len(conversation.completion_ids) - len(observed)
             context = [*self.prompt_ids, *conversation.completion_ids, *observed]
             if room <= 0 or len(context) >= limits.model_tokens:
@@ -307,7 +320,7 @@ class EnvironmentEpisode(Episode):
 
     def _opened(self, observation: str | list[Message] | None) -> list[int]:
         messages = opening(self._prompt, observation)
-        prompt_ids = self._rendered(self._tokens.prompt, messages)
+        prompt_ids = rendered(self._tokens.prompt, messages)
         self._prompt_images = images_of(messages)
         if len(prompt_ids) >= self.limits.model_tokens:
             raise EngineError(
@@ -316,14 +329,6 @@ class EnvironmentEpisode(Episode):
                 "raise vllm_max_model_length (HybridConfig.engine_options max_model_len)."
             )
         return prompt_ids
-
-    def _rendered(self, render: Callable[..., list[int]], messages: list[Message], *after: object) -> list[int]:
-        try:
-            return render(messages, *after)
-        except Exception as error:  # a template may raise anything
-            raise LostCallError(
-                f"its messages cannot be rendered by the chat template: {type(error).__name__}: {error}"
-            ) from error
 
 
 def _multi_turn(trainer: Any) -> MultiTurn:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import json
 import logging
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trlx_hybrid.contract.conversation import Message
-from trlx_hybrid.errors import ConfigError
 
 from ..environment import Row
-from ..rollout_func import Batch, EpisodeRollout
+from ..rollout_func import Batch, EpisodeRollout, refuse_no_turns
 from ..tokens import TemplateTokens
+from ..tools.event_loop import DaemonLoop
 from .episode import Agent, AgentEpisode
 from .parsing import Parser
 from .server import gateway
@@ -43,8 +40,7 @@ def agents(agent: Agent, *, max_turns: int | None = None) -> Agents:
     Raises:
         ConfigError: `max_turns` is less than 1.
     """
-    if max_turns is not None and max_turns < 1:
-        raise ConfigError(f"agents(max_turns={max_turns}): an episode has at least one turn.")
+    refuse_no_turns("agents", max_turns)
     return Agents(agent, max_turns)
 
 
@@ -80,9 +76,8 @@ class Agents(EpisodeRollout):
     def _episode(self, batch: Batch, index: int, prompt: list[Message], row: Row) -> AgentEpisode:
         trainer = batch.trainer
 
-        def tokens(tools: str) -> TemplateTokens:
-            given = json.loads(tools)
-            return self._tokens_of(trainer, tools=given) if given else self._tokens_of(trainer)
+        def tokens(tools: Sequence[Mapping[str, Any]]) -> TemplateTokens:
+            return self._tokens_of(trainer, tools=list(tools)) if tools else self._tokens_of(trainer)
 
         episode = AgentEpisode(
             index,
@@ -90,7 +85,7 @@ class Agents(EpisodeRollout):
             prompt,
             self.agent,
             gateway(),
-            _event_loop(),
+            _event_loop().loop,
             tokens,
             self._parser_of(trainer),
             batch.limits,
@@ -118,7 +113,7 @@ class Agents(EpisodeRollout):
         tokenizer = trainer.processing_class
         made_of = (tokenizer, tokenizer.chat_template)
         if self._parser is None or self._parser[0] != made_of:
-            self._parser = made_of, Parser(tokenizer, trainer._run.borrowed.parse_response)
+            self._parser = made_of, Parser(tokenizer)
         return self._parser[1]
 
 
@@ -131,9 +126,7 @@ def branching(trainer: Any) -> bool:
 
 
 @functools.cache
-def _event_loop() -> asyncio.AbstractEventLoop:
+def _event_loop() -> DaemonLoop:
     """Return the event loop of all agents, started at the first call. It is not the server's: an agent that computes
     for long holds up other agents, but no request."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="trlx-hybrid-agents", daemon=True).start()
-    return loop
+    return DaemonLoop()

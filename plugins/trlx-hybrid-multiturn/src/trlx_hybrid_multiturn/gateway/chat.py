@@ -15,7 +15,7 @@ from typing import Any
 
 from .asked import Asked, Message, Said
 from .errors import RefusedError
-from .reading import checked, limit_of, stops_of, text_of
+from .reading import checked, limit_of, messages_of, stops_of, text_of
 
 HONOURED = (
     "messages",
@@ -72,7 +72,7 @@ def read(body: Any) -> Asked:
         given["tool_choice"] = choice
     limits = [limit_of(name, given[name]) for name in ("max_tokens", "max_completion_tokens") if name in given]
     return Asked(
-        messages=_messages(given.get("messages")),
+        messages=[_message(number, message) for number, message in enumerate(messages_of(given))],
         tools=[] if choice == "none" else tools,
         max_tokens=min(limits, default=None),
         stop=stops_of("stop", given.get("stop", [])),
@@ -93,12 +93,6 @@ def _tools(tools: Any) -> list[Mapping[str, Any]]:
             'tools: only functions are served, each {"type": "function", "function": {"name": …}}.', parameter="tools"
         )
     return list(tools)
-
-
-def _messages(messages: Any) -> list[Message]:
-    if not isinstance(messages, list) or not messages:
-        raise RefusedError("messages: a list with at least one message is needed.", parameter="messages")
-    return [_message(number, message) for number, message in enumerate(messages)]
 
 
 def _message(number: int, message: Any) -> Message:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import json
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +14,9 @@ from trlx_hybrid.contract.conversation import Turn as TurnSize
 from trlx_hybrid.contract.types import Completion
 from trlx_hybrid.episodes.answers import described
 from trlx_hybrid.errors import EngineError
+from trlx_hybrid.interprocess.deadline import in_thread
 
-from ..episode import Episode
+from ..episode import Episode, rendered
 from ..loop import CallTool, Generate, Outcome
 from ..tokens import TemplateTokens
 from ..tool_calls import LostCallError
@@ -80,7 +79,7 @@ class AgentEpisode(Episode):
         agent: Agent,
         gateway: Gateway,
         agents: asyncio.AbstractEventLoop,
-        tokens: Callable[[str], TemplateTokens],
+        tokens: Callable[[Sequence[Mapping[str, Any]]], TemplateTokens],
         parser: Parser,
         limits: Limits,
         request: RequestMaker,
@@ -100,33 +99,48 @@ class AgentEpisode(Episode):
     def give_up(self) -> None:
         """Set `prompt_ids` to the row's prompt where the agent has not asked, and remove the reward."""
         self.reward = None
-        self.prompt_ids = self.prompt_ids or self._tokens("[]").prompt(self._prompt)
+        self.prompt_ids = self.prompt_ids or self._tokens(()).prompt(self._prompt)
 
     async def run(self) -> None:
         """Play the whole episode, then end its agent."""
         secret, url = self._gateway.open(self._seat)
-        running = asyncio.run_coroutine_threadsafe(self._run_agent(url), self._agents)
+        end = self._start_agent(url)
         try:
             await super().run()
             if self.conversation.failure is None:
                 self._join()
         finally:
             self._seat.end(RefusedError("The episode is over.", status=410))
-            running.cancel()
+            end()
             self._gateway.close(secret)
 
-    async def _run_agent(self, url: str) -> None:
-        """Run the agent, on the event loop of all agents."""
+    def _start_agent(self, url: str) -> Callable[[], object]:
+        """Start the agent: a coroutine on the event loop of all agents, a function in a thread of its own. Returns a
+        function that ends it; one that runs in a thread cannot be ended."""
+        if asyncio.iscoroutinefunction(self._agent):
+            return asyncio.run_coroutine_threadsafe(self._await_agent(url), self._agents).cancel
+        in_thread(functools.partial(self._call_agent, url), "trlx-hybrid-agent")
+        return lambda: None
+
+    async def _await_agent(self, url: str) -> None:
         try:
-            if asyncio.iscoroutinefunction(self._agent):
-                reward = await self._agent(url, self._row)
-            else:
-                reward = await in_thread(functools.partial(self._agent, url, self._row))
-            self._seat.ended(None if reward is None else float(reward))
+            self._rewarded(await self._agent(url, self._row))
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            self._seat.ended(None, f"the agent raised {type(error).__name__}: {error}")
+            self._raised(error)
+
+    def _call_agent(self, url: str) -> None:
+        try:
+            self._rewarded(self._agent(url, self._row))
+        except BaseException as error:
+            self._raised(error)
+
+    def _rewarded(self, reward: Any) -> None:
+        self._seat.ended(None if reward is None else float(reward))
+
+    def _raised(self, error: BaseException) -> None:
+        self._seat.ended(None, f"the agent raised {type(error).__name__}: {error}")
 
     async def play(self) -> None:
         """Answer the agent's requests until the agent has ended."""
@@ -208,18 +222,18 @@ class AgentEpisode(Episode):
                 "tokenizer's response_schema.",
                 parameter="tools",
             )
-        tokens = self._tokens(json.dumps(list(turn.asked.tools)))  # in the order that the client chose
+        tokens = self._tokens(turn.asked.tools)
         if turn.branch in self._branches:
             branch = self._branches[turn.branch]
             spoken = branch.conversation.completion_ids
             render = functools.partial(tokens.observation, cut=branch.cut)
-            shown = self._rendered(render, list(turn.new), spoken[-1])
+            shown = rendered(render, list(turn.new), spoken[-1])
             room = self._room(len(shown), len(branch.prompt_ids) + len(spoken) + len(shown))
             branch.conversation.observed(shown)
             branch.conversation.turns[-1].observed = len(shown)
             branch.conversation.messages += turn.new
             return branch, room
-        prompt = self._rendered(tokens.prompt, list(turn.asked.messages))
+        prompt = rendered(tokens.prompt, list(turn.asked.messages))
         if self._branches:
             left = self._room(len(prompt), len(prompt))
             self._branches[turn.branch] = Branch(prompt, Conversation(messages=list(turn.new)))
@@ -271,14 +285,6 @@ class AgentEpisode(Episode):
                 first.calls += spoken.calls
                 first.finish_reason = spoken.finish_reason
 
-    def _rendered(self, render: Callable[..., list[int]], *given: Any) -> list[int]:
-        try:
-            return render(*given)
-        except Exception as error:  # a template may raise anything
-            raise LostCallError(
-                f"its messages cannot be rendered by the chat template: {type(error).__name__}: {error}"
-            ) from error
-
     def _message(self, token_ids: list[int], context: list[int], tools: Sequence[Mapping[str, Any]]) -> Message:
         """Return a turn as a message. It is plain text where the parser raises, because what the model sampled may have
         caused the error."""
@@ -299,29 +305,3 @@ def first_tokens(completion: Completion, tokens: int) -> Completion:
         support=None if completion.support is None else completion.support[:tokens],
         finish_reason="stop",
     )
-
-
-async def in_thread(function: Callable[[], Any]) -> Any:
-    """Return what a function returns, called in a thread of its own. The threads of `asyncio.to_thread` are few, and
-    agents wait for each other's turns of the engine."""
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if ended.done():  # the episode is over
-            return
-        if error is None:
-            ended.set_result(result)
-        else:
-            ended.set_exception(error)
-
-    def call() -> None:
-        result, error = None, None
-        try:
-            result = function()
-        except BaseException as raised:
-            error = RuntimeError("StopIteration") if isinstance(raised, StopIteration) else raised
-        loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=call, name="trlx-hybrid-agent", daemon=True).start()
-    return await ended

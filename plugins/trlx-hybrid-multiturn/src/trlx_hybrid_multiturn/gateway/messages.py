@@ -14,7 +14,7 @@ from typing import Any
 
 from .asked import Asked, Message, Said
 from .errors import RefusedError
-from .reading import checked, limit_of, stops_of, text_of
+from .reading import checked, limit_of, messages_of, stops_of, text_of
 from .seat import CUT
 
 HONOURED = ("messages", "system", "tools", "max_tokens", "stop_sequences", "stream", "model")
@@ -50,13 +50,10 @@ def read(body: Any) -> Asked:
     kind = choice.get("type") if isinstance(choice, dict) else choice
     if kind not in ("auto", "none"):
         given["tool_choice"] = kind
-    messages = given.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise RefusedError("messages: a list with at least one message is needed.", parameter="messages")
     found: list[Message] = []
     if given.get("system"):
         found.append({"role": "system", "content": text_of("system", given["system"])})
-    for number, message in enumerate(messages):
+    for number, message in enumerate(messages_of(given)):
         found += _messages(f"messages[{number}]", message)
     if found[-1]["role"] == "assistant":
         raise RefusedError("messages: the last is the model's own, and is not continued here.", parameter="messages")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import bisect
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trl.chat_template_utils import add_response_schema
+from trl.chat_template_utils import add_response_schema, parse_response
 from trlx_hybrid.contract.conversation import Message
 from trlx_hybrid.episodes.tokenizer import own_tokenizer
 
@@ -23,14 +23,13 @@ class Parser:
 
     Args:
         tokenizer: the trainer's tokenizer.
-        parse_response: TRL's function of that name.
 
     Attributes:
         finds_calls: whether it finds tool calls. Without a schema, every turn is plain text.
     """
 
-    def __init__(self, tokenizer: Any, parse_response: Callable[..., dict[str, Any]]) -> None:
-        self._tokenizer, self._parse_response = own_tokenizer(tokenizer), parse_response
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = own_tokenizer(tokenizer)
         self._counter, self._counting = own_tokenizer(tokenizer), threading.Lock()
         if not self._has_schema():
             with contextlib.suppress(ValueError):  # TRL does not know this chat template
@@ -48,7 +47,7 @@ class Parser:
         if not tools or not self.finds_calls:
             text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
             return {"role": "assistant", "content": text}
-        parsed = self._parse_response(self._tokenizer, token_ids, prefix=before, tools=list(tools))
+        parsed = parse_response(self._tokenizer, token_ids, prefix=before, tools=list(tools))
         message: Message = {"role": "assistant", "content": parsed.get("content") or ""}
         if reasoning := parsed.get("reasoning_content") or parsed.get("thinking"):
             message["reasoning_content"] = reasoning

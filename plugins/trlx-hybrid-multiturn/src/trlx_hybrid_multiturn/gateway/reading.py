@@ -32,6 +32,21 @@ def checked(body: Any, known: Collection[str], neutral: Mapping[str, tuple[Any, 
     return given
 
 
+def messages_of(given: Mapping[str, Any]) -> list[Any]:
+    """Return a request's messages as they were sent.
+
+    Args:
+        given: its parameters.
+
+    Raises:
+        RefusedError: they are no list, or there are none.
+    """
+    messages = given.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise RefusedError("messages: a list with at least one message is needed.", parameter="messages")
+    return messages
+
+
 def limit_of(name: str, value: Any) -> int:
     """Return a limit of tokens.
 

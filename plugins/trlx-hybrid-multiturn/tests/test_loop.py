@@ -9,7 +9,7 @@ import pytest
 from trlx_hybrid.contract.types import Completion, Request
 from trlx_hybrid.errors import EngineError
 from trlx_hybrid_multiturn import loop as loop_module
-from trlx_hybrid_multiturn.loop import CallTool, Generate, Loop, Outcome, OutOfTimeError
+from trlx_hybrid_multiturn.loop import CallTool, Generate, Loop, Outcome, OutOfTimeError, Start
 
 PATIENCE = 60  # seconds: nothing here takes one, unless the machine is busy
 
@@ -558,3 +558,57 @@ def test_what_ends_a_rollout_early_ends_its_trajectories(rollouts):
         play(one, 4)
     assert all(inspect.getcoroutinestate(each) == inspect.CORO_CLOSED for each in trajectories)
     assert tool.reasons == ["was not waited for: the rollout ended."]
+
+
+# --- further coroutines of a trajectory -------------------------------------------------------------------------------
+
+
+async def several(log, name, *furthers, until):
+    """Starts further coroutines, and ends after a wait of its own."""
+    for number, waits in enumerate(furthers):
+        await Start(talk(log, f"{name}.{number}", *waits))
+    await talk(log, name, until)
+
+
+def test_a_trajectory_has_several_requests_open_and_ends_what_is_left(drive):
+    log, stream, tool = [], Script(), Tool()
+    watching = drive(stream, [several(log, "one", [2, 2], [3], [9], [tool], until=5), talk(log, "two", 6)], width=1)
+    assert stream.most == 4  # three further ones and its own; the second trajectory waits for its place
+    assert of(log, "one.0")[-1] == of(log, "one.1")[-1] == of(log, "one")[-1] == "ends"
+    assert of(log, "one.2")[-1] == of(log, "one.3")[-1] == "closed"
+    assert [event for event in stream.events if event[0] == "abort"] == [("abort", 2)]
+    assert tool.reasons == ["was not waited for: its trajectory ended."]
+    assert log.index(("one", "ends")) < log.index(("two", "starts"))
+    assert watching.moves[-1] == (2, 0, 0)
+
+
+def test_a_trajectory_that_ends_with_its_further_requests_in_one_step_leaves_nothing(drive):
+    log, stream = [], Script()
+    drive(stream, [several(log, "one", [3], [4], until=3)])
+    assert not stream.left
+    assert of(log, "one")[-1] == "ends"
+    assert of(log, "one.1")[-1] == "closed"
+
+
+def test_when_its_time_is_over_a_trajectory_ends_its_further_coroutines(drive):
+    log, stream = [], Script()
+    drive(stream, [several(log, "one", [50], until=50)], seconds=5)
+    assert of(log, "one")[-2:] == ["out of time", "ends"]
+    assert of(log, "one.0")[-1] == "closed"
+    assert stream.clock < 10
+    assert not stream.left
+
+
+def test_an_error_in_a_further_coroutine_ends_all(drive):
+    async def fails():
+        await sampling(2)
+        raise ValueError("no")
+
+    async def one():
+        await Start(fails())
+        await sampling(9)
+
+    log = []
+    with pytest.raises(ValueError, match="no"):
+        drive(Script(), [one(), talk(log, "other", 9)])
+    assert of(log, "other")[-1] == "closed"

@@ -58,8 +58,8 @@ class Observer(Protocol):
 
         Args:
             done: the number of trajectories that are over.
-            sampling: the number of those that wait for the engine.
-            calling: the number of those that wait for a tool.
+            sampling: the number of requests that are being sampled.
+            calling: the number of calls that have not been answered.
         """
 
 
@@ -127,7 +127,22 @@ class CallTool:
         return (yield self)
 
 
-TrajectoryCoroutine = Coroutine[Generate | CallTool, Any, None]
+class Start:
+    """A further coroutine of a trajectory, such as one of several requests that are open at a time. A trajectory awaits
+    it, and goes on at once. What is still running when the trajectory ends is ended with it.
+
+    Args:
+        coroutine: a coroutine that has not been started.
+    """
+
+    def __init__(self, coroutine: TrajectoryCoroutine) -> None:
+        self.coroutine = coroutine
+
+    def __await__(self) -> Generator[Start, None, None]:
+        yield self
+
+
+TrajectoryCoroutine = Coroutine[Generate | CallTool | Start, Any, None]
 """A coroutine that runs one episode to its end; its creator keeps the result.
 
 There is no asyncio here: its loop would have to run in the trainer's thread, where a notebook already runs one.
@@ -142,14 +157,19 @@ class Clock(Protocol):
 
 
 class _Run:
-    """The state of a trajectory in progress: its coroutine, its deadline, and the request or call that it waits for."""
+    """The state of a trajectory in progress: its coroutine, its deadline, the request or call that it waits for, and
+    the further coroutines that it has started."""
 
-    __slots__ = ("abandon", "clock", "coroutine", "expires", "key", "waiting_for")
+    __slots__ = ("abandon", "clock", "coroutine", "expires", "further", "key", "of", "waiting_for")
 
-    def __init__(self, coroutine: TrajectoryCoroutine, expires: float, clock: Clock | None = None) -> None:
+    def __init__(
+        self, coroutine: TrajectoryCoroutine, expires: float, clock: Clock | None = None, of: _Run | None = None
+    ) -> None:
         self.coroutine = coroutine
         self.expires = expires
         self.clock = clock
+        self.of = of  # the trajectory that started this coroutine; None where it is a trajectory itself
+        self.further: dict[_Run, None] = {}
         self.waiting_for: Generate | CallTool | None = None
         self.key = -1  # key of the request that it waits for; -1 where the request is held
         self.abandon: Callable[[str], None] = lambda reason: None
@@ -171,7 +191,8 @@ class Loop:
         self._inbox: queue.SimpleQueue[tuple[_Run, CallTool, Outcome]] = queue.SimpleQueue()
         self._waiting: deque[tuple[TrajectoryCoroutine, Clock | None]] = deque()
         self._begin: Callable[[], Sequence[tuple[TrajectoryCoroutine, Clock]]] = lambda: ()
-        self._live: dict[_Run, None] = {}
+        self._live: dict[_Run, None] = {}  # with the further coroutines of trajectories
+        self._playing = 0  # trajectories
         self._sampling: dict[int, _Run] = {}
         self._holds = False  # requests are not added to the stream, but held for the next
         self._done = 0
@@ -234,6 +255,7 @@ class Loop:
     def close(self) -> None:
         """End all trajectories, and abandon the calls of tools."""
         live, waiting, self._live, self._waiting = self._live, self._waiting, {}, deque()
+        self._playing = 0
         for run in live:
             run.abandon("was not waited for: the rollout ended.")
             run.coroutine.close()
@@ -258,8 +280,7 @@ class Loop:
         finished, anyone = self._stream.step(more=not over())
         if busy:
             self._observer.stepped(time.perf_counter() - started, sampling, finished)
-        for key, completion in finished:
-            self._go_on(self._sampling.pop(key), completion)
+        self._hand_out([(self._sampling.pop(key), completion) for key, completion in finished])
         self._observer.moved(self._done, len(self._sampling), len(self._live) - len(self._sampling))
         pending = not over() or (anyone and self._stream.shared)  # else no answer is needed
         if pending and not (self._stream.busy or (not self._holds and self._can_start())):
@@ -268,7 +289,7 @@ class Loop:
 
     def _can_start(self) -> bool:
         """Return whether a trajectory waits and there is room for it."""
-        if len(self._live) >= self._width:
+        if self._playing >= self._width:
             return False
         if not self._waiting:
             self._waiting += self._begin()
@@ -294,8 +315,7 @@ class Loop:
         sampling, self._sampling = self._sampling, {}
         pieces = [(run, self._stream.sampled(key)) for key, run in sampling.items()]
         self._observer.interrupted([piece for _, piece in pieces])
-        for run, piece in pieces:
-            self._go_on(run, piece)
+        self._hand_out(pieces)
         self._deliver()
         now = time.monotonic()
         for run in self._live:
@@ -306,19 +326,31 @@ class Loop:
     def _start(self, coroutine: TrajectoryCoroutine, clock: Clock | None) -> None:
         run = _Run(coroutine, time.monotonic() + self._seconds - (0.0 if clock is None else clock.seconds), clock)
         self._live[run] = None
+        self._playing += 1
         self._go_on(run, None)
+
+    def _hand_out(self, completions: Sequence[tuple[_Run, Completion]]) -> None:
+        """Pass completions to the coroutines that wait for them."""
+        for run, completion in completions:
+            if run in self._live:  # else its trajectory has ended with a completion before
+                self._go_on(run, completion)
 
     def _go_on(self, run: _Run, value: object) -> None:
         self._advance(run, lambda: run.coroutine.send(value))
 
-    def _advance(self, run: _Run, resume: Callable[[], Generate | CallTool]) -> None:
+    def _advance(self, run: _Run, resume: Callable[[], Generate | CallTool | Start]) -> None:
         run.waiting_for = None
         try:
-            run.waiting_for = awaited = resume()
+            awaited = resume()
+            while isinstance(awaited, Start):
+                further = _Run(awaited.coroutine, math.inf, of=run)
+                self._live[further] = run.further[further] = None
+                self._go_on(further, None)
+                awaited = run.coroutine.send(None)
         except StopIteration:
-            del self._live[run]
-            self._done += 1
+            self._ended(run)
             return
+        run.waiting_for = awaited
         if isinstance(awaited, Generate):
             run.key = -1
             if not self._holds:
@@ -326,9 +358,35 @@ class Loop:
         else:
             run.abandon = awaited.start(lambda outcome: self._inbox.put((run, awaited, outcome)))
 
+    def _ended(self, run: _Run) -> None:
+        """Forget a coroutine that has ended, and end what it has started."""
+        del self._live[run]
+        if run.of is None:
+            self._playing -= 1
+            self._done += 1
+        else:
+            del run.of.further[run]
+        for further in [*run.further]:
+            self._withdraw(further, "was not waited for: its trajectory ended.")
+            further.coroutine.close()
+            self._ended(further)
+
     def _submit(self, run: _Run, awaited: Generate) -> None:
         run.key = self._stream.add(awaited.request)
         self._sampling[run.key] = run
+
+    def _withdraw(self, run: _Run, reason: str) -> None:
+        """Abort the request, or abandon the call, that a coroutine waits for.
+
+        Args:
+            run: the coroutine.
+            reason: why, as `CallTool` takes it.
+        """
+        if isinstance(run.waiting_for, CallTool):
+            run.abandon(reason)
+        elif self._sampling.pop(run.key, None) is not None:  # else its request is held
+            self._stream.abort(run.key)
+        run.waiting_for = None
 
     # --- tools ------------------------------------------------------------------------------------------------------
 
@@ -351,16 +409,12 @@ class Loop:
         """End the trajectories whose time is over, and give up calls that have not even reported their own timeout."""
         now = time.monotonic()
         for run in [run for run in self._live if run.expires <= now]:
-            if isinstance(run.waiting_for, Generate):
-                if self._sampling.pop(run.key, None) is not None:  # else its request is held
-                    self._stream.abort(run.key)
-            else:
-                run.abandon("was not waited for: its trajectory's time is over.")
+            self._withdraw(run, "was not waited for: its trajectory's time is over.")
             run.expires = math.inf
             self._advance(run, functools.partial(run.coroutine.throw, OutOfTimeError()))
         calls = [(run, run.waiting_for) for run in self._live if isinstance(run.waiting_for, CallTool)]
         for run, call in calls:
-            if call.expires <= now:
+            if call.expires <= now and call is run.waiting_for:
                 reason = "never reported, not even that its time is over: it blocks the event loop it runs on."
                 run.abandon(reason)
                 self._go_on(run, Outcome(lost=f"tool {call.name!r} {reason}"))

@@ -13,6 +13,7 @@ from openai import APIStatusError, BadRequestError, OpenAI
 from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
 from trlx_hybrid_multiturn import Step, episodes
 from trlx_hybrid_multiturn.gateway.agents import Agents
+from trlx_hybrid_multiturn.progress import Progress
 
 from tests.support.agents import CLIENT, PARAMETERS, QUESTIONS, TOOLS, TURNS
 
@@ -211,30 +212,122 @@ async def rewrites(base_url, row):
     return float(sum(map(len, said)))
 
 
+def branches_of(trajectory):
+    """Token ids of each branch of a row with those before it, and the places of its sampled tokens among them. Their
+    log-probs are compared with those of the model that saw the branch alone."""
+    model, tokenizer = chatty_model(chat_tokenizer(TURNS), TURNS).eval(), chat_tokenizer(TURNS)
+    ids, begins = trajectory.completion_ids, tokenizer.convert_tokens_to_ids("<|im_start|>")
+    pairs = itertools.pairwise(ids)  # between the turns of one branch there is a line break
+    starts = [0, *(at for at, pair in enumerate(pairs, 1) if pair == (tokenizer.eos_token_id, begins))]
+    found = []
+    for number, (start, end) in enumerate(zip(starts, [*starts[1:], len(ids)], strict=True)):
+        context = [] if number else trajectory.prompt_ids
+        branch = [*context, *ids[start:end]]
+        with torch.no_grad():
+            scored = model(torch.tensor([branch])).logits[0].log_softmax(-1)
+        sampled = [at for at in range(start, end) if trajectory.loss_mask[at]]
+        for at in sampled:
+            wanted = scored[len(context) + at - start - 1, ids[at]].item()
+            assert trajectory.logprobs[at] == pytest.approx(wanted, abs=1e-5)
+        found.append((branch, [len(context) + at - start for at in sampled]))
+    return found
+
+
 @pytest.mark.parametrize("scoring", ["padded", "packed"])
 def test_each_branch_is_trained_as_it_was_sampled(train, scoring):
     """The engine's log-probs are those of the model that saw the branch alone, and so are the trainer's."""
     given = {"max_steps": 2, "max_completion_length": 800, "optim": "sgd", "per_device_train_batch_size": 4}
     done, batches = train(rewrites, scoring=scoring, gradient_accumulation_steps=2, **given)
-    model, tokenizer = chatty_model(chat_tokenizer(TURNS), TURNS).eval(), chat_tokenizer(TURNS)
-    begins = tokenizer.convert_tokens_to_ids("<|im_start|>")
-    for trajectory in batches[0]:
-        ids, mask = trajectory.completion_ids, trajectory.loss_mask
-        pairs = itertools.pairwise(ids)  # between the turns of one branch there is a line break
-        starts = [0, *(at for at, pair in enumerate(pairs, 1) if pair == (tokenizer.eos_token_id, begins))]
-        assert len(starts) == 3
-        for number, (start, end) in enumerate(zip(starts, [*starts[1:], len(ids)], strict=True)):
-            context = [] if number else trajectory.prompt_ids
-            with torch.no_grad():
-                scored = model(torch.tensor([[*context, *ids[start:end]]])).logits[0].log_softmax(-1)
-            for at in range(start, end):
-                if mask[at]:
-                    wanted = scored[len(context) + at - start - 1, ids[at]].item()
-                    assert trajectory.logprobs[at] == pytest.approx(wanted, abs=1e-5)
+    assert all(len(branches_of(trajectory)) == 3 for trajectory in batches[0])
     logs = [log for log in done.trainer.state.log_history if "loss" in log]
     assert [log["hybrid/agents/branches"] for log in logs] == [3.0, 3.0]
     assert max(log["sampling/sampling_logp_difference/max"] for log in logs) < 1e-4
     assert all(log["hybrid/trajectories/failed"] == 0 for log in logs)
+
+
+async def asks_helpers(base_url, row):
+    """Asks several helpers at a time, and goes on from the first message in two ways at a time."""
+    client = CLIENT.with_options(base_url=base_url)
+
+    async def ask(*messages):
+        done = await client.chat.completions.create(model="any", messages=messages)
+        return done.choices[0].message.model_dump(exclude_none=True)
+
+    prompt = row["prompt"][0]
+    first = await ask(prompt)
+    ways = [ask(prompt, first, {"role": "user", "content": way}) for way in ("more", "less")]
+    helped = [ask({"role": "system", "content": f"{number}"}, prompt) for number in range(3)]
+    return float(len(await asyncio.gather(*ways, *helped)))
+
+
+def test_requests_of_one_episode_are_sampled_together_each_as_if_alone(train, monkeypatch):
+    sampling = []
+    monkeypatch.setattr(Progress, "stepped", lambda self, seconds, open, finished: sampling.append(open))
+    given = {"max_steps": 2, "max_completion_length": 1000, "optim": "sgd"}
+    done, batches = train(asks_helpers, options={"progress": False}, **given)
+    assert max(sampling) > 2 * len(batches[0])
+    logs = [log for log in done.trainer.state.log_history if "loss" in log]
+    assert [log["hybrid/agents/branches"] for log in logs] == [5.0, 5.0]
+    assert all(log["hybrid/trajectories/failed"] == 0 for log in logs)
+    assert max(log["sampling/sampling_logp_difference/max"] for log in logs) < 1e-4
+    for trajectory in batches[0]:
+        (first, sampled), *others = branches_of(trajectory)
+        said = first[: sampled[0] + next(i for i, (a, b) in enumerate(itertools.pairwise(sampled), 1) if b > a + 1)]
+        assert sum(branch[: len(said)] == said for branch, _ in others) == 1  # the other way: the very same tokens
+
+
+def test_one_answer_of_several_is_continued_from_its_tokens(train):
+    heard = []
+
+    async def agent(base_url, row):
+        client, messages = CLIENT.with_options(base_url=base_url), list(row["prompt"])
+        asked = {"model": "any", "n": 3, "logprobs": True}
+        done = await client.chat.completions.create(**asked, messages=messages)
+        heard.append([[token.logprob for token in choice.logprobs.content] for choice in done.choices])
+        assert done.usage.completion_tokens == sum(map(len, heard[-1]))
+        said = [choice.message.content for choice in done.choices]
+        chosen = max(range(3), key=lambda choice: len(said[choice]))
+        messages += [{"role": "assistant", "content": said[chosen]}, {"role": "user", "content": "go on"}]
+        await client.chat.completions.create(model="any", messages=messages)
+        return float(len(set(said)))
+
+    done, batches = train(agent, max_steps=1, max_completion_length=600)
+    assert done.trainer.state.log_history[0]["hybrid/trajectories/failed"] == 0
+    assert max(trajectory.reward for trajectory in batches[0]) > 1  # each is a sample of its own
+    for trajectory in batches[0]:
+        sampled = [lp for lp, mask in zip(trajectory.logprobs, trajectory.loss_mask, strict=True) if mask]
+        assert len(branches_of(trajectory)) == 3
+        assert any(sampled[: len(choices[0])] == choices[0] for choices in heard)
+
+
+def test_requests_at_one_time_share_the_room(train):
+    """The last ones are cut, and nothing is sampled beyond `max_completion_length`."""
+    reasons = []
+
+    async def agent(base_url, row):
+        client = CLIENT.with_options(base_url=base_url, max_retries=0)
+        asked = [client.chat.completions.create(model="any", messages=row["prompt"]) for _ in range(8)]
+        for done in await asyncio.gather(*asked, return_exceptions=True):
+            reasons.append("refused" if isinstance(done, BadRequestError) else done.choices[0].finish_reason)
+        return 1.0
+
+    done, batches = train(agent, max_steps=1, max_completion_length=60)
+    assert done.trainer.state.log_history[0]["hybrid/trajectories/failed"] == 0
+    assert all(len(trajectory.completion_ids) <= 60 for trajectory in batches[0])
+    assert {"stop", "refused"} <= {*reasons} <= {"stop", "refused", "length"}
+
+
+def test_a_request_that_its_agent_did_not_wait_for_is_not_trained(train):
+    async def agent(base_url, row):
+        client = CLIENT.with_options(base_url=base_url)
+        left = asyncio.ensure_future(client.chat.completions.create(model="any", messages=[row["prompt"][0]] * 2))
+        await client.chat.completions.create(model="any", messages=row["prompt"], max_tokens=1)
+        left.cancel()
+        return 1.0
+
+    done, batches = train(agent, max_steps=1, max_completion_length=400)
+    assert done.trainer.state.log_history[0]["hybrid/trajectories/failed"] == 0
+    assert all(sum(trajectory.loss_mask) >= 1 for trajectory in batches[0])
 
 
 class MaskedBranches(Agents):

@@ -8,6 +8,7 @@ from trlx_hybrid_multiturn.gateway.asked import Said, compared
 from trlx_hybrid_multiturn.gateway.errors import RefusedError
 from trlx_hybrid_multiturn.gateway.seat import Ended, Seat, Turn
 from trlx_hybrid_multiturn.gateway.server import LARGEST, gateway
+from trlx_hybrid_multiturn.gateway.tree import Tree
 
 ASKED = {"model": "any", "messages": [{"role": "user", "content": "hello"}]}
 
@@ -38,7 +39,9 @@ def test_values_that_change_nothing_are_served(name):
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "tool_calls cannot be read"),
         ({"tools": [{"type": "custom"}]}, "only functions"),
         ({"max_tokens": 0}, "1 or more"),
-        ({"n": 2}, "n=2 is not served here, only 1"),
+        ({"n": 0}, "1 or more"),
+        ({"logprobs": 1}, "true or false"),
+        ({"top_logprobs": 2}, "top_logprobs=2 is not served here, only 0"),
         ({"stop": [""]}, "a list of texts"),
         ({"stop": 3}, "a list of texts"),
     ],
@@ -71,7 +74,7 @@ def test_messages_are_the_same_however_clients_write_them():
 @pytest.fixture
 def seat():
     here = gateway()
-    seat = Seat(here.loop, lambda asked: len(asked.messages))
+    seat = Seat(here.loop, lambda asked: len(asked.messages), Tree(ASKED["messages"]))
     secret, url = here.open(seat)
     yield seat, url
     here.close(secret)
@@ -104,7 +107,7 @@ def test_a_conversation_is_continued_and_a_request_that_comes_again_gets_the_sam
     later = [*first, {"role": "assistant", "content": "one "}, {"role": "user", "content": "more"}]
     answers += [ask(url, later).json()["choices"][0]["message"]["content"] for _ in range(2)]
     assert answers == ["one", "one", "two", "two"]
-    assert [event.new for event in events] == [first, [{"role": "user", "content": "more"}]]
+    assert [event.place.new for event in events] == [first, [{"role": "user", "content": "more"}]]
 
 
 def test_a_history_that_was_rewritten_begins_a_branch_and_the_first_can_be_continued(seat):
@@ -115,12 +118,12 @@ def test_a_history_that_was_rewritten_begins_a_branch_and_the_first_can_be_conti
     told = [{"role": "assistant", "content": "one"}, {"role": "user", "content": "more"}]
     assert ask(url, [*first, *told]).json()["choices"][0]["message"]["content"] == "three"
     assert ask(url, other, tools=[{"type": "function", "function": {"name": "add"}}]).status_code == 200
-    assert [(event.branch, len(event.new)) for event in events] == [(0, 1), (1, 1), (0, 1), (2, 1)]
+    assert [(event.place.branch, len(event.place.new)) for event in events] == [(0, 1), (1, 1), (0, 1), (2, 1)]
 
 
 def test_where_episodes_have_one_branch_another_is_refused_and_the_episode_knows():
     here = gateway()
-    seat = Seat(here.loop, lambda asked: len(asked.messages), branching=False)
+    seat = Seat(here.loop, lambda asked: len(asked.messages), Tree(branching=False))
     secret, url = here.open(seat)
     events = answering(seat, "one")
     assert ask(url, ASKED["messages"]).status_code == 200

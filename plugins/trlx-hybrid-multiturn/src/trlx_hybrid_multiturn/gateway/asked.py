@@ -20,6 +20,8 @@ class Asked:
         tools: the tools that the model is offered, as JSON schemas.
         max_tokens: the largest number of tokens of the message; None for as many as the run allows.
         stop: texts at the first of which the message ends.
+        choices: the number of messages that are asked for, each sampled by itself.
+        logprobs: whether the answer lists the sampled tokens with their log-probs.
         overridden: parameters of the request whose place the run's own settings take.
     """
 
@@ -27,6 +29,8 @@ class Asked:
     tools: Sequence[Mapping[str, Any]] = ()
     max_tokens: int | None = None
     stop: Sequence[str] = ()
+    choices: int = 1
+    logprobs: bool = False
     overridden: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -39,6 +43,7 @@ class Said:
         length: whether the message ended at a limit of tokens.
         stop: the text of `Asked.stop` at which the message ended, which is not part of it; None where it did not.
         prompt_tokens, completion_tokens: the tokens before it, and its own.
+        logprobs: text and log-prob of each of its tokens, after temperature; None where the request does not ask.
     """
 
     message: Message
@@ -46,6 +51,7 @@ class Said:
     prompt_tokens: int
     completion_tokens: int
     stop: str | None = None
+    logprobs: Sequence[tuple[str, float]] | None = None
 
 
 def compared(message: Mapping[str, Any]) -> Any:
@@ -55,7 +61,8 @@ def compared(message: Mapping[str, Any]) -> Any:
         (call["function"]["name"], _parsed(call["function"].get("arguments")))
         for call in message.get("tool_calls") or ()
     ]
-    return message["role"], (message.get("content") or "").strip(), calls
+    content = message.get("content") or ""
+    return message["role"], content.strip() if isinstance(content, str) else content, calls
 
 
 def _parsed(arguments: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .asked import Asked, Message, Said
@@ -26,6 +26,8 @@ HONOURED = (
     "stream",
     "stream_options",
     "model",
+    "n",
+    "logprobs",
 )
 OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "seed", "tool_choice")
 """Parameters that change the distribution. The run's settings hold, with which log-probs are computed, and the model
@@ -41,11 +43,9 @@ WITHOUT_EFFECT = (
     "safety_identifier",
 )
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "logit_bias": ({},),
-    "logprobs": (False,),
     "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
@@ -76,8 +76,16 @@ def read(body: Any) -> Asked:
         tools=[] if choice == "none" else tools,
         max_tokens=min(limits, default=None),
         stop=stops_of("stop", given.get("stop", [])),
+        choices=limit_of("n", given.get("n", 1)),
+        logprobs=_switch("logprobs", given.get("logprobs", False)),
         overridden={name: given[name] for name in OVERRIDDEN if name in given},
     )
+
+
+def _switch(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise RefusedError(f"{name}={json.dumps(value)}: it is true or false.", parameter=name)
+    return value
 
 
 def _tools(tools: Any) -> list[Mapping[str, Any]]:
@@ -118,41 +126,50 @@ def _message(number: int, message: Any) -> Message:
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-def written(body: Mapping[str, Any], said: Said, number: str) -> dict[str, Any]:
+def written(body: Mapping[str, Any], choices: Sequence[Said], number: str) -> dict[str, Any]:
     """Return the answer to a request, as one JSON object.
 
     Args:
         body: the request's JSON.
-        said: the model's message.
+        choices: the model's messages, as many as were asked for.
         number: the answer's id.
     """
     return {
         **_head(body, number, "chat.completion"),
         "choices": [
-            {"index": 0, "message": _answer(said.message, number), "logprobs": None, "finish_reason": _reason(said)}
+            {
+                "index": index,
+                "message": _answer(said.message, f"{number}_{index}"),
+                "logprobs": _logprobs(said),
+                "finish_reason": _reason(said),
+            }
+            for index, said in enumerate(choices)
         ],
-        "usage": _usage(said),
+        "usage": _usage(choices),
     }
 
 
-def streamed(body: Mapping[str, Any], said: Said, number: str) -> Iterator[dict[str, Any]]:
+def streamed(body: Mapping[str, Any], choices: Sequence[Said], number: str) -> Iterator[dict[str, Any]]:
     """Yield the answer to a request as the chunks of a stream.
 
     Args:
         body: the request's JSON.
-        said: the model's message.
+        choices: the model's messages, as many as were asked for.
         number: the answer's id.
     """
-    head, message = _head(body, number, "chat.completion.chunk"), _answer(said.message, number)
+    head = _head(body, number, "chat.completion.chunk")
     usage = (body.get("stream_options") or {}).get("include_usage")
     rest = {"usage": None} if usage else {}
-    calls = [{"index": index, **call} for index, call in enumerate(message.pop("tool_calls", []))]
-    deltas = [message] + ([{"tool_calls": calls}] if calls else [])
-    for delta in deltas:
-        yield {**head, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}], **rest}
-    yield {**head, "choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": _reason(said)}], **rest}
+    for index, said in enumerate(choices):
+        message = _answer(said.message, f"{number}_{index}")
+        calls = [{"index": place, **call} for place, call in enumerate(message.pop("tool_calls", []))]
+        told, ended = {"index": index, "logprobs": None, "finish_reason": None}, _reason(said)
+        yield {**head, "choices": [{**told, "delta": message, "logprobs": _logprobs(said)}], **rest}
+        if calls:
+            yield {**head, "choices": [{**told, "delta": {"tool_calls": calls}}], **rest}
+        yield {**head, "choices": [{**told, "delta": {}, "finish_reason": ended}], **rest}
     if usage:
-        yield {**head, "choices": [], "usage": _usage(said)}
+        yield {**head, "choices": [], "usage": _usage(choices)}
 
 
 def refused(error: RefusedError) -> dict[str, Any]:
@@ -191,9 +208,22 @@ def _reason(said: Said) -> str:
     return "tool_calls" if said.message.get("tool_calls") else "stop"
 
 
-def _usage(said: Said) -> dict[str, int]:
+def _logprobs(said: Said) -> dict[str, Any] | None:
+    if said.logprobs is None:
+        return None
     return {
-        "prompt_tokens": said.prompt_tokens,
-        "completion_tokens": said.completion_tokens,
-        "total_tokens": said.prompt_tokens + said.completion_tokens,
+        "content": [
+            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, logprob in said.logprobs
+        ],
+        "refusal": None,
+    }
+
+
+def _usage(choices: Sequence[Said]) -> dict[str, int]:
+    prompt, sampled = choices[0].prompt_tokens, sum(said.completion_tokens for said in choices)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": sampled,
+        "total_tokens": prompt + sampled,
     }

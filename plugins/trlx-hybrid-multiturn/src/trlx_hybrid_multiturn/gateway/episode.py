@@ -10,39 +10,40 @@ from dataclasses import dataclass
 from typing import Any
 
 from trlx_hybrid.contract.conversation import Conversation, Limits, Message, RequestMaker
-from trlx_hybrid.contract.conversation import Turn as TurnSize
 from trlx_hybrid.contract.types import Completion
 from trlx_hybrid.episodes.answers import described
 from trlx_hybrid.errors import EngineError
 from trlx_hybrid.interprocess.deadline import in_thread
 
 from ..episode import Episode, rendered
-from ..loop import CallTool, Generate, Outcome
+from ..loop import CallTool, Generate, Outcome, Start
 from ..tokens import TemplateTokens
 from ..tool_calls import LostCallError
 from .asked import Said
+from .branch import Branch, joined
 from .errors import RefusedError
 from .parsing import Parser
 from .seat import CUT, Ended, Seat, Turn
 from .server import Gateway
+from .tree import Tree
 
 Agent = Callable[[str, Mapping[str, Any]], Any]
 """A coroutine function or a function of the base URL and the dataset's row; returns the reward, or None."""
 
 
-@dataclass(slots=True, eq=False)
-class Branch:
-    """One conversation of an episode.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """The tokens that the model is shown for a request.
 
     Attributes:
-        prompt_ids: token ids of the first request.
-        conversation: all that was said after it.
-        cut: whether the model's last message was cut, so that no token ends it.
+        branch: the branch that it continues; None where it begins one.
+        context: token ids of all that the model is shown.
+        new: the tokens that the request adds to the row's completion, and that are not sampled.
     """
 
-    prompt_ids: list[int]
-    conversation: Conversation
-    cut: bool = False
+    branch: Branch | None
+    context: list[int]
+    new: list[int]
 
 
 class AgentEpisode(Episode):
@@ -51,7 +52,7 @@ class AgentEpisode(Episode):
     Args:
         index: number of the row in this rank's batch.
         row: the dataset's row.
-        prompt: messages of the row's prompt; used only where the agent never asks.
+        prompt: messages of the row's prompt.
         agent: the agent.
         gateway: takes its requests.
         agents: the event loop of all agents.
@@ -91,10 +92,13 @@ class AgentEpisode(Episode):
         self.reward: float | None = None
         self.branches: list[tuple[int, int]] = []
         self._overridden = overridden
-        self._branches: dict[int, Branch] = {}
+        self._branches: dict[int, Branch] = {}  # those in which the model has spoken, by their numbers
+        self._first: int | None = None  # the number of the branch whose prompt is the row's
+        self._open = 0  # requests that are being sampled
+        self._promised = 0  # the tokens that these add and do not sample
         self._row, self._prompt, self._agent = row, prompt, agent
         self._gateway, self._agents, self._tokens, self._parser = gateway, agents, tokens, parser
-        self._seat = Seat(gateway.loop, parser.count, branching=branching)
+        self._seat = Seat(gateway.loop, parser.count, Tree(prompt, branching=branching))
 
     def give_up(self) -> None:
         """Set `prompt_ids` to the row's prompt where the agent has not asked, and remove the reward."""
@@ -107,8 +111,6 @@ class AgentEpisode(Episode):
         end = self._start_agent(url)
         try:
             await super().run()
-            if self.conversation.failure is None:
-                self._join()
         finally:
             self._seat.end(RefusedError("The episode is over.", status=410))
             end()
@@ -143,15 +145,16 @@ class AgentEpisode(Episode):
         self._seat.ended(None, f"the agent raised {type(error).__name__}: {error}")
 
     async def play(self) -> None:
-        """Answer the agent's requests until the agent has ended."""
-        while True:
-            event = await self._next()
-            if isinstance(event, Ended):
-                break
-            await self._answered(event)
+        """Answer the agent's requests, several at a time, until the agent has ended."""
+        try:
+            while isinstance(event := await self._next(), Turn):
+                await Start(self._answered(event))
+        finally:
+            if self._branches:
+                self.prompt_ids, self.branches = joined(self._branches.values(), self.conversation)
         if event.failure is not None:
             raise LostCallError(event.failure)
-        if not self.conversation.turns:
+        if not self._branches:
             raise LostCallError("the agent has not asked the model.")
         self.reward = event.reward
 
@@ -167,123 +170,126 @@ class AgentEpisode(Episode):
         return event
 
     async def _answered(self, turn: Turn) -> None:
-        """Sample the model's next message, and answer with it; refuse the request where there is no room."""
+        """Sample the model's next message, and answer with it; refuse the request where there is no room.
+
+        Requests that are open at a time share the room. The message that ends when it is used up is cut."""
         asked = turn.asked
-        if self._turns > self.limits.tool_turns:
-            return  # it has been refused
         try:
-            branch, room = self._branch(turn)
+            opened = self._opened(turn)
+            room = self._room(opened)
+            if asked.max_tokens is not None:
+                room = asked.max_tokens if room is None else min(room, asked.max_tokens)
+            self._overridden(asked.overridden)
+            request = self._request(self._index, turn.place.draw, opened.context, None, room)
+            self._open, self._promised = self._open + 1, self._promised + len(opened.new)
+            try:
+                completion = await Generate(request)
+            finally:
+                self._open, self._promised = self._open - 1, self._promised - len(opened.new)
+            left = self._room(opened)
+            if left is not None and len(completion.token_ids) > left:
+                completion = dataclasses.replace(first_tokens(completion, left), finish_reason="length")
+            self._seat.answer(turn, self._said(turn, opened, completion))
         except RefusedError as error:
             self._seat.refuse(turn, error)
-            return
-        if asked.max_tokens is not None:
-            room = asked.max_tokens if room is None else min(room, asked.max_tokens)
-        self._overridden(asked.overridden)
-        conversation = branch.conversation
-        context = [*branch.prompt_ids, *conversation.completion_ids]
-        completion = await Generate(self._request(self._index, self._turns, context, None, room))
+        except LostCallError as lost:
+            self._seat.ended(None, str(lost))
+        if self._turns > self.limits.tool_turns:
+            self._seat.end(RefusedError("The episode has no further turns.", code=CUT))
+
+    def _said(self, turn: Turn, opened: Opened, completion: Completion) -> Said:
+        """Record the model's message, and return it as an answer.
+
+        Raises:
+            RefusedError: the request asks for log-probs, and the run has none.
+        """
+        asked, context = turn.asked, opened.context
+        if asked.logprobs and completion.logprobs is None:
+            raise RefusedError("This run samples without log-probs.", parameter="logprobs")
         stopped = self._parser.stopped(completion.token_ids, asked.stop)
         if stopped is not None:
             completion = first_tokens(completion, stopped[0])
-        branch.cut = stopped is not None or completion.finish_reason == "length"
-        conversation.sampled(completion)
-        conversation.turns.append(TurnSize(prompt=len(context), sampled=len(completion.token_ids)))
         message = self._message(completion.token_ids, context, asked.tools)
         if stopped is not None:
             message["content"] = message["content"].partition(stopped[1])[0]
-        conversation.messages.append(message)
-        conversation.calls += 1
-        said = Said(
+        branch = opened.branch
+        if branch is None:
+            number = turn.place.branch
+            branch = self._branches[number] = Branch(number, context, list(turn.place.new))
+        else:
+            branch.shown(opened.new, turn.place.new)
+        cut = stopped is not None or completion.finish_reason == "length"
+        branch.said(completion, len(context), message, cut)
+        return Said(
             message=message,
             length=completion.finish_reason == "length",
             prompt_tokens=len(context),
             completion_tokens=len(completion.token_ids),
             stop=None if stopped is None else stopped[1],
+            logprobs=self._parser.listed(completion) if asked.logprobs else None,
         )
-        self._seat.answer(turn, said)
-        if self._turns > self.limits.tool_turns:
-            self._seat.end(RefusedError("The episode has no further turns.", code=CUT))
 
     @property
     def _turns(self) -> int:
         """The number of turns of all branches."""
-        return sum(len(branch.conversation.turns) for branch in self._branches.values())
+        return sum(len(branch.ends) for branch in self._branches.values())
 
-    def _branch(self, turn: Turn) -> tuple[Branch, int | None]:
-        """Show the model the new messages of a request. Returns the branch that they belong to, and how many tokens the
-        model's next message may have; None for as many as the run allows.
+    def _opened(self, turn: Turn) -> Opened:
+        """Return what the model is shown for a request.
 
         Raises:
-            RefusedError: there is no room for a message.
+            RefusedError: the episode has no turn left, or tools cannot be told from text.
         """
-        if turn.asked.tools and not self._parser.finds_calls:
+        asked, place = turn.asked, turn.place
+        if self._turns + self._open > self.limits.tool_turns:
+            raise RefusedError("The episode has no further turns.", code=CUT)
+        if asked.tools and not self._parser.finds_calls:
             raise RefusedError(
                 "TRL knows no schema for this chat template, so tool calls could not be told from text. Set the "
                 "tokenizer's response_schema.",
                 parameter="tools",
             )
-        tokens = self._tokens(turn.asked.tools)
-        if turn.branch in self._branches:
-            branch = self._branches[turn.branch]
-            spoken = branch.conversation.completion_ids
-            render = functools.partial(tokens.observation, cut=branch.cut)
-            shown = rendered(render, list(turn.new), spoken[-1])
-            room = self._room(len(shown), len(branch.prompt_ids) + len(spoken) + len(shown))
-            branch.conversation.observed(shown)
-            branch.conversation.turns[-1].observed = len(shown)
-            branch.conversation.messages += turn.new
-            return branch, room
-        prompt = rendered(tokens.prompt, list(turn.asked.messages))
-        if self._branches:
-            left = self._room(len(prompt), len(prompt))
-            self._branches[turn.branch] = Branch(prompt, Conversation(messages=list(turn.new)))
-        else:
-            left = None
-            if len(prompt) >= self.limits.model_tokens:
+        tokens = self._tokens(asked.tools)
+        if self._first is None:
+            self._first = place.branch
+        if place.after is None:
+            prompt = rendered(tokens.prompt, list(asked.messages))
+            first = place.branch == self._first
+            if first and len(prompt) >= self.limits.model_tokens:
                 raise EngineError(
                     f"The first request of row {self._index}'s agent has {len(prompt)} tokens; the engine's context "
                     f"holds {self.limits.model_tokens}, prompt and completion together. Raise vllm_max_model_length."
                 )
-            self.prompt_ids = prompt
-            self._branches[turn.branch] = Branch(prompt, self.conversation)
-        return self._branches[turn.branch], left
+            return Opened(branch=None, context=prompt, new=[] if first else prompt)
+        number, spoken = place.after
+        before, cut = self._branches[number].until(spoken)
+        shown = rendered(functools.partial(tokens.observation, cut=cut), list(place.new), before[-1])
+        if number == place.branch:
+            return Opened(branch=self._branches[number], context=[*before, *shown], new=shown)
+        return Opened(branch=None, context=[*before, *shown], new=[*before, *shown])
 
-    def _room(self, shown: int, context: int) -> int:
-        """Return how many tokens of the row's completion are left for the model's next message.
+    def _room(self, opened: Opened) -> int | None:
+        """Return how many tokens of the row's completion are left for the model's next message; None for as many as the
+        run allows.
 
         Args:
-            shown: the number of tokens that the model is shown before it.
-            context: the number of all tokens before it, in its branch.
+            opened: what the model is shown before it.
 
         Raises:
             RefusedError: none is left.
         """
-        branches = [*self._branches.values()]
-        used = sum(len(branch.conversation.completion_ids) for branch in branches)
-        used += sum(len(branch.prompt_ids) for branch in branches[1:])
-        room = self.limits.completion_tokens - used - shown
+        if not self._branches and not opened.new:
+            return None
+        used = self._promised + len(opened.new)
+        for branch in self._branches.values():
+            used += len(branch.conversation.completion_ids)
+            used += 0 if branch.number == self._first else len(branch.prompt_ids)
+        room, context = self.limits.completion_tokens - used, len(opened.context)
         if room <= 0 or context >= self.limits.model_tokens:
             raise RefusedError(
                 f"The conversation has {context} tokens with these messages, and no room for an answer.", code=CUT
             )
         return room
-
-    def _join(self) -> None:
-        """Put the later branches behind the first one, each with its prompt before it."""
-        first = self.conversation
-        for branch in [*self._branches.values()][1:]:
-            spoken = branch.conversation
-            if spoken.turns:
-                self.branches.append((len(first.completion_ids), len(branch.prompt_ids)))
-                first.observed(branch.prompt_ids)
-                first.completion_ids += spoken.completion_ids
-                first.loss_mask += spoken.loss_mask
-                if first.logprobs is not None and spoken.logprobs is not None:
-                    first.logprobs += spoken.logprobs
-                first.messages += spoken.messages
-                first.turns += spoken.turns
-                first.calls += spoken.calls
-                first.finish_reason = spoken.finish_reason
 
     def _message(self, token_ids: list[int], context: list[int], tools: Sequence[Mapping[str, Any]]) -> Message:
         """Return a turn as a message. It is plain text where the parser raises, because what the model sampled may have

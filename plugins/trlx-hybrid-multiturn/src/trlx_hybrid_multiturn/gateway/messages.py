@@ -9,7 +9,7 @@ Source: Anthropic's API reference, "Messages"; anthropic-sdk-python 2.11, `types
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .asked import Asked, Message, Said
@@ -120,14 +120,15 @@ def _messages(name: str, message: Any) -> list[Message]:
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-def written(body: Mapping[str, Any], said: Said, number: str) -> dict[str, Any]:
+def written(body: Mapping[str, Any], choices: Sequence[Said], number: str) -> dict[str, Any]:
     """Return the answer to a request, as one JSON object.
 
     Args:
         body: the request's JSON.
-        said: the model's message.
+        choices: the model's message.
         number: the answer's id.
     """
+    (said,) = choices
     return _head(body, number) | {
         "content": _blocks(said.message, number),
         "stop_reason": _reason(said),
@@ -136,14 +137,15 @@ def written(body: Mapping[str, Any], said: Said, number: str) -> dict[str, Any]:
     }
 
 
-def streamed(body: Mapping[str, Any], said: Said, number: str) -> Iterator[dict[str, Any]]:
+def streamed(body: Mapping[str, Any], choices: Sequence[Said], number: str) -> Iterator[dict[str, Any]]:
     """Yield the answer to a request as the events of a stream.
 
     Args:
         body: the request's JSON.
-        said: the model's message.
+        choices: the model's message.
         number: the answer's id.
     """
+    (said,) = choices
     usage = {"input_tokens": said.prompt_tokens, "output_tokens": 0}
     yield {"type": "message_start", "message": {**_head(body, number), "content": [], "usage": usage}}
     for index, block in enumerate(_blocks(said.message, number)):

@@ -10,6 +10,7 @@ from typing import Any
 
 from trl.chat_template_utils import add_response_schema, parse_response
 from trlx_hybrid.contract.conversation import Message
+from trlx_hybrid.contract.types import Completion
 from trlx_hybrid.episodes.tokenizer import own_tokenizer
 
 from .asked import Asked
@@ -75,6 +76,17 @@ class Parser:
         stop = said(tokens)
         assert stop is not None
         return tokens, stop
+
+    def listed(self, completion: Completion) -> list[tuple[str, float]]:
+        """Return the text and the log-prob of each token of a turn. The text of a token that is part of a character
+        only has a replacement character.
+
+        Args:
+            completion: the turn, with log-probs.
+        """
+        assert completion.logprobs is not None
+        texts = [self._tokenizer.decode([token]) for token in completion.token_ids]
+        return [(text, of_token[0] or 0.0) for text, of_token in zip(texts, completion.logprobs, strict=True)]
 
     def count(self, asked: Asked) -> int:
         """Return the number of tokens of a request's messages and tools, as the chat template renders them. May be

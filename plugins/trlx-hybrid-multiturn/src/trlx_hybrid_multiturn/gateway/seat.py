@@ -9,12 +9,12 @@ import asyncio
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from .asked import Asked, Message, Said, compared
+from .asked import Asked, Said, compared
 from .errors import RefusedError
+from .tree import Place, Tree
 
 CUT = "context_length_exceeded"
 """OpenAI's code for a conversation that is too long. Agents shorten their history when they see it."""
@@ -26,14 +26,12 @@ class Turn:
 
     Attributes:
         asked: the request.
-        branch: the number of the conversation that it continues, or begins.
-        new: its messages that the model has not been shown yet in this conversation.
+        place: its place among what was said.
         answer: gets the model's message.
     """
 
     asked: Asked
-    branch: int
-    new: Sequence[Message]
+    place: Place
     answer: asyncio.Future[Said]
 
 
@@ -50,101 +48,52 @@ class Ended:
     failure: str | None = None
 
 
-@dataclass(slots=True, eq=False)
-class Branch:
-    """One conversation of an episode.
-
-    Attributes:
-        tools: the tools that the model is offered.
-        said: its messages as they are compared, the model's included.
-        waits: whether a request of it is not answered yet.
-    """
-
-    tools: list[Any]
-    said: list[Any] = field(default_factory=list)
-    waits: bool = True
-
-
 class Seat:
     """The place of one episode at the gateway.
 
-    A request continues the conversation whose messages it begins with, and which ended with the model's. Where there is
-    none, it begins a new one: a branch of the episode. A request that a client sends again, as official clients do when
-    the connection breaks, gets the answer of the first.
+    A request continues what was said, or begins another branch (`tree.Tree`). A request that a client sends again, as
+    official clients do when the connection breaks, gets the answer of the first.
 
     Args:
         loop: the server's event loop.
         count: returns the number of tokens of a request; called in threads.
-        branching: whether an episode may have several branches. If not, a request that begins another is refused, and
-            the episode fails.
+        tree: the tree of what is said. Where it refuses a branch, the episode fails.
     """
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, count: Callable[[Asked], int], *, branching: bool = True
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, count: Callable[[Asked], int], tree: Tree) -> None:
         self.count = count
-        self._loop, self._lock, self._branching = loop, threading.Lock(), branching
-        self._branches: list[Branch] = []
+        self._loop, self._lock, self._tree = loop, threading.Lock(), tree
         self._answers: dict[str, asyncio.Future[Said]] = {}  # by the request
         self._events: deque[Turn | Ended] = deque()
         self._waiting: Callable[[Turn | Ended], None] | None = None
         self._over: RefusedError | None = None
-        self._failure: str | None = None
 
     # --- the server's side --------------------------------------------------------------------------------------------
 
-    async def ask(self, asked: Asked, *, again: bool | None = None) -> Said:
+    async def ask(self, asked: Asked, *, again: bool | None = None, choice: int = 0) -> Said:
         """Return the model's next message.
 
         Args:
             asked: the request.
             again: whether the client says that it sends the request again; None where it does not say. An equal request
                 is then taken for the same one.
+            choice: the number of the message among those that the request asks for.
 
         Raises:
             RefusedError: there is no room for a message, the episode is over, or it may have one branch only.
         """
         messages = [compared(message) for message in asked.messages]
-        key = json.dumps([messages, list(asked.tools)], sort_keys=True, default=str)
+        key = json.dumps([messages, list(asked.tools), asked.logprobs, choice], default=str)
         if again is not False and key in self._answers:
             return await asyncio.shield(self._answers[key])
         if self._over is not None:
             raise self._over
-        number = self._branch(asked, messages)
-        branch = self._branches[number]
+        place = self._tree.placed(asked)
         answer: asyncio.Future[Said] = self._loop.create_future()
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # a client may be gone
-        self._answers[key], branch.waits = answer, True
-        self._put(Turn(asked=asked, branch=number, new=asked.messages[len(branch.said) :], answer=answer))
+        self._answers[key] = answer
+        self._put(Turn(asked=asked, place=place, answer=answer))
         return await asyncio.shield(answer)
-
-    def _branch(self, asked: Asked, messages: Sequence[Any]) -> int:
-        """Return the number of the branch that a request continues, the longest of those that it begins with; a new one
-        where there is none.
-
-        Args:
-            messages: the request's messages as they are compared.
-        """
-        continued = [
-            (len(branch.said), number)
-            for number, branch in enumerate(self._branches)
-            if not branch.waits and branch.tools == list(asked.tools) and branch.said == messages[: len(branch.said)]
-        ]
-        continued = [(length, number) for length, number in continued if length < len(messages)]
-        if continued:
-            return max(continued, key=lambda found: found[0])[1]
-        if self._branches and not self._branching:
-            self._failure = self._failure or (
-                "its messages or tools are others than before, or two requests are open at a time, and this run trains "
-                "on one conversation for an episode"
-            )
-            raise RefusedError(
-                "The messages or tools are others than before, or another request is open. This run trains on one "
-                "conversation for an episode.",
-                parameter="messages",
-            )
-        self._branches.append(Branch(list(asked.tools)))
-        return len(self._branches) - 1
 
     def ended(self, reward: float | None, failure: str | None = None) -> None:
         """Note that the agent has ended. May be called from any thread.
@@ -153,7 +102,7 @@ class Seat:
             reward: its reward.
             failure: why it failed; None where it has not.
         """
-        reason = failure or self._failure
+        reason = failure or self._tree.refusal
         self._put(Ended(reward=None if reason else reward, failure=reason))
 
     # --- the episode's side -------------------------------------------------------------------------------------------
@@ -168,24 +117,20 @@ class Seat:
         report(event)
 
     def answer(self, turn: Turn, said: Said) -> None:
-        """Answer a request. From then on its messages and the answer are the conversation."""
+        """Answer a request. Its answer can be continued from then on."""
 
         def told() -> None:
-            branch = self._branches[turn.branch]
-            branch.said += [compared(message) for message in (*turn.new, said.message)]
-            branch.waits = False
+            self._tree.answered(turn.place, said.message)
             if not turn.answer.done():
                 turn.answer.set_result(said)
 
         self._loop.call_soon_threadsafe(told)
 
     def refuse(self, turn: Turn, error: RefusedError) -> None:
-        """Refuse a request. Its conversation can be continued from where it was; one that it would have begun does not
-        exist."""
+        """Refuse a request. What was said before can be continued from where it was."""
 
         def told() -> None:
-            branch = self._branches[turn.branch]
-            branch.waits = not branch.said  # nothing can be its continuation
+            self._tree.refused(turn.place)
             if not turn.answer.done():
                 turn.answer.set_exception(error)
 

@@ -105,12 +105,14 @@ class Gateway:
         number = str(next(self._numbers))
         try:
             seat, body = self._seat(request), await _body(request)
-            said = await seat.ask(api.read(body), again=_again(request))
+            asked, again = api.read(body), _again(request)
+            places = range(asked.choices)
+            choices = await asyncio.gather(*(seat.ask(asked, again=again, choice=place) for place in places))
         except RefusedError as error:
             return JSONResponse(api.refused(error), error.status)
         if body.get("stream"):
-            return StreamingResponse(lines(api.streamed(body, said, number)), media_type="text/event-stream")
-        return JSONResponse(api.written(body, said, number))
+            return StreamingResponse(lines(api.streamed(body, choices, number)), media_type="text/event-stream")
+        return JSONResponse(api.written(body, choices, number))
 
     async def _count(self, request: Request) -> Response:
         try:

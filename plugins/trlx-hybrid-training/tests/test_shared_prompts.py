@@ -101,6 +101,84 @@ def test_a_pack_holds_the_tokens_of_a_prompt_once_and_its_last_one_for_each_row(
     assert torch.equal(pack.rows(labels), (ids * mask)[:, -COMPLETION:])
 
 
+TREE = [(A, 9), (A, 9), (OTHER, 2), ([*A[:5], 7], 3)]
+"""The first rows of a trie: two with one prompt, one whose prompt has nothing in common, and one with a part of it."""
+
+
+def tree(seed):
+    """Rows of which some continue the completions of others, in any order: ids and mask as TRL pads them, and the
+    rows."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def some(tokens):
+        return torch.randint(3, 9, (tokens,), generator=draw).tolist()
+
+    rows = [(list(prompt), some(tokens)) for prompt, tokens in TREE]
+    for _ in range(6):
+        prompt, completion = rows[int(torch.randint(len(rows), (1,), generator=draw))]
+        kept = int(torch.randint(1, len(completion) + 1, (1,), generator=draw))
+        rows.append(([*prompt, *completion[:kept], *some(1 + seed % 2)], some(int(torch.randint(1, 10, (1,))))))
+    rows = [rows[row] for row in torch.randperm(len(rows), generator=draw).tolist()]
+    width = max(len(prompt) for prompt, _ in rows)
+    ids, mask = torch.zeros(len(rows), width + COMPLETION, dtype=torch.long), torch.zeros(len(rows), width + COMPLETION)
+    for row, (prompt, completion) in enumerate(rows):
+        held = slice(width - len(prompt), width + len(completion))
+        ids[row, held], mask[row, held] = torch.tensor(prompt + completion), 1
+    return ids, mask.long(), rows
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_trie_computes_each_token_once_however_many_rows_hold_it(seed):
+    """Counted by another way: a token is computed for each different beginning of a row that ends with it; the last
+    token of a prompt, and those of completions, for each row."""
+    ids, mask, rows = tree(seed)
+    pack = Pack.of(ids, mask, COMPLETION, shared_below=1.0, trie_below=1.0)
+    shorter = sorted(range(len(rows)), key=lambda row: (len(rows[row][0]), row))
+    held, needed = set(), 0
+    for prompt, completion in (rows[row] for row in shorter):
+        whole = [*prompt, *completion]
+        beginnings = [tuple(whole[:end]) for end in range(1, len(whole) + 1)]
+        needed += sum(end >= len(prompt) or part not in held for end, part in enumerate(beginnings, 1))
+        held.update(beginnings)
+    assert pack.input_ids.shape[1] == needed < int(mask.sum())
+    assert torch.equal(pack.rows((pack.labels >= 0) * pack.labels), (ids * mask)[:, -COMPLETION:])
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointing"])
+@pytest.mark.parametrize("case", MODELS)
+def test_scores_and_gradients_of_a_trie_are_those_of_padded_rows(case, checkpointing, monkeypatch):
+    attention.register()
+    ids, mask, _ = tree(3)
+    monkeypatch.setattr(sys.modules[__name__], "padded", lambda: (ids, mask))
+    trie = Pack.of(ids, mask, COMPLETION, shared_below=1.0, trie_below=1.0)
+    assert trie.trie
+    assert any(tokens and trie.prefixes[other][1] for other, tokens in trie.prefixes)
+    results = []
+    for given in (None, trie):
+        model = tiny_model(**MODELS[case]).train()
+        add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if given is not None:
+            model.config._attn_implementation = attention.NAME
+        log_probs, entropies = scored(model, given)
+        weights = torch.linspace(-1, 1, log_probs.numel()).view_as(log_probs) * mask[:, -COMPLETION:]
+        (weights * (log_probs + 0.1 * entropies)).sum().backward()
+        gradients = [p.grad / p.grad.abs().max().clamp(min=1) for p in model.parameters()]
+        results.append([log_probs.detach() * mask[:, -COMPLETION:], *gradients])
+    assert max(float((a - b).abs().max()) for a, b in zip(*results, strict=True)) < BOUND
+
+
+def test_a_trie_is_made_only_where_it_pays():
+    ids, mask, _ = tree(0)
+    prompts = Pack.of(ids, mask, COMPLETION, shared_below=1.0)
+    trie = Pack.of(ids, mask, COMPLETION, shared_below=1.0, trie_below=1.0)
+    share = sum(trie.segments) / sum(prompts.segments)
+    assert Pack.of(ids, mask, COMPLETION, shared_below=1.0, trie_below=share + 0.01).trie
+    apart = Pack.of(ids, mask, COMPLETION, shared_below=1.0, trie_below=share - 0.01)
+    assert (apart.trie, apart.segments) == (False, prompts.segments)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU has nothing to wait for")
 def test_packing_waits_for_the_device_once(recwarn):
     ids, mask = (tensor.cuda() for tensor in padded())
@@ -219,7 +297,10 @@ def test_rows_that_lost_their_prompt_are_found_in_the_first_step(compared, noisy
 
     def forgetful(segments, prefixes, device):
         rows = whole(segments, prefixes, device)
-        return rows and rows._replace(sources=torch.where(torch.isin(rows.sources, rows.shared), 0, rows.sources))
+        if rows is None:
+            return None
+        shared = torch.cat([of_group.shared for of_group in rows.copies])
+        return rows._replace(sources=torch.where(torch.isin(rows.sources, shared), 0, rows.sources))
 
     def different(prompts, trainer):
         answer = masked(prompts, trainer)

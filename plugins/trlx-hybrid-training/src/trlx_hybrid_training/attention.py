@@ -77,8 +77,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each segment, and to the prefix that it shares with another segment.
 
-    A segment is the part of the sequence that belongs to one packed row: the whole row, or what follows a prompt that
-    stands in the segment of another row.
+    A segment is the part of the sequence that belongs to one packed row: the whole row, or what follows a prefix that
+    another row begins with.
 
     Args:
         module: the model's attention layer.
@@ -87,8 +87,8 @@ def attention(
         dropout: probability.
         scaling: the factor of the scores; None for that of torch.
         segments: lengths of the segments, N in all; None for rows that are not packed.
-        prefixes: for each segment, the number of the segment that begins with its prefix, and the prefix's length in
-            tokens: 0 where it has none. Empty where no segment has one.
+        prefixes: for each segment, the number of the row that begins with its prefix, and the prefix's length in tokens:
+            0 where it has none. Empty where no segment has one. That row may itself have a prefix.
         cu_seq_lens_q: where the segments end, (rows + 1,) int32, from 0.
         cu_seq_lens_k: where they would end if each had its prefix before it, (rows + 1,) int32, from 0.
         max_length_q: length of the longest segment.
@@ -138,26 +138,36 @@ def attention(
     return torch.cat(outs, dim=2).transpose(1, 2).contiguous(), None
 
 
+class Copies(NamedTuple):
+    """The copies of some tokens of the packed sequence in whole rows.
+
+    Attributes:
+        shared: (S,) int64, the places of the tokens in the sequence.
+        places: (n, S) int64, for each of them its places in the whole rows that share it; 0 where fewer than n rows
+            share it.
+        missing: (n, S) bool, True where `places` names no place; None if it names a place everywhere.
+    """
+
+    shared: Tensor
+    places: Tensor
+    missing: Tensor | None
+
+
 class WholeRows(NamedTuple):
     """Indices by which one operation copies the keys (or the values) of packed rows to whole rows. In whole rows, each
-    row has its own copy of a prompt that it shares with others.
+    row has its own copy of what it shares with others.
 
     Attributes:
         lengths: the number of tokens of each whole row; M in all.
         sources: (M,) int64, for each token of the whole rows its place in the packed sequence of N tokens.
         own: (N,) int64, for each token of the sequence its place in the whole row that it stands in.
-        shared: (S,) int64, the places in the sequence of the tokens that are copied.
-        copies: (n, S) int64, for each token of `shared` its places in the whole rows that share it; 0 where fewer than
-            n rows share it.
-        missing: (n, S) bool, True where `copies` names no place; None if `copies` names a place everywhere.
+        copies: the tokens that are copied, each in one of these groups.
     """
 
     lengths: tuple[int, ...]
     sources: Tensor
     own: Tensor
-    shared: Tensor
-    copies: Tensor
-    missing: Tensor | None
+    copies: tuple[Copies, ...]
 
 
 class Room(NamedTuple):
@@ -165,8 +175,8 @@ class Room(NamedTuple):
 
     Attributes:
         copied: how many more tokens the whole rows have than the packed sequence.
-        shared: S of `WholeRows`.
-        copies: n of `WholeRows`.
+        shared: S of `Copies`.
+        copies: n of `Copies`.
     """
 
     copied: int
@@ -189,38 +199,80 @@ def whole_rows(
     """
     if room is None and not any(tokens for _, tokens in prefixes):
         return None
-    starts = [0, *accumulate(segments)]
     lengths = tuple(own + tokens for own, (_, tokens) in zip(segments, prefixes, strict=True))
     whole_starts = [0, *accumulate(lengths)]
-    sources, own = [], []
-    sharers: dict[tuple[int, int], list[int]] = {}
-    for row, (other, tokens) in enumerate(prefixes):
-        sources += [np.arange(starts[other], starts[other] + tokens), np.arange(starts[row], starts[row + 1])]
-        own.append(np.arange(whole_starts[row] + tokens, whole_starts[row + 1]))
-        if tokens:
-            sharers.setdefault((other, tokens), []).append(whole_starts[row])
-    shared = [np.arange(starts[other], starts[other] + tokens) for other, tokens in sharers]
-    filled, room = room is not None, room or Room(0, sum(map(len, shared)), max(map(len, sharers.values())))
-    if filled:
-        sources.append(np.zeros(starts[-1] + room.copied - whole_starts[-1], int))
-        shared.append(np.zeros(room.shared - sum(map(len, shared)), int))
-    copies = np.full((room.copies, room.shared), -1)
-    ends = accumulate(map(len, shared))
-    for ((_, tokens), rows), end in zip(sharers.items(), ends, strict=False):
-        copies[: len(rows), end - tokens : end] = np.add.outer(rows, np.arange(tokens))
-    missing = copies < 0
+    of_rows = _sources(segments, prefixes)
+    own = [
+        np.arange(start + tokens, start + length)
+        for start, length, (_, tokens) in zip(whole_starts, lengths, prefixes, strict=False)
+    ]
+    tokens = np.concatenate([source[:tokens] for source, (_, tokens) in zip(of_rows, prefixes, strict=True)])
+    places = np.concatenate([np.arange(tokens) + start for start, (_, tokens) in zip(whole_starts, prefixes)])
+    order = np.argsort(tokens, kind="stable")
+    shared, begins, counts = np.unique(tokens[order], return_index=True, return_counts=True)
+    nested = any(tokens and prefixes[other][1] for other, tokens in prefixes)
+    sizes = np.full(len(counts), counts.max(initial=1))
+    if nested:  # a token near the root of a trie has many copies, and one near its leaves few
+        sizes = 1 << np.ceil(np.log2(counts)).astype(int)
+    groups = []
+    for size in np.unique(sizes):
+        chosen = np.flatnonzero(sizes == size)
+        copies = np.full((size, len(chosen)), -1)
+        for copy in range(size):
+            there = counts[chosen] > copy
+            copies[copy, there] = places[order][begins[chosen[there]] + copy]
+        groups.append((shared[chosen], copies))
+    sources = np.concatenate(of_rows)
+    if room is not None:
+        ((of_group, copies),) = groups or [(np.zeros(0, int), np.zeros((0, 0), int))]
+        groups = [
+            (
+                np.pad(of_group, (0, room.shared - len(of_group))),
+                np.pad(
+                    copies,
+                    ((0, room.copies - copies.shape[0]), (0, room.shared - copies.shape[1])),
+                    constant_values=-1,
+                ),
+            )
+        ]
+        sources = np.pad(sources, (0, sum(segments) + room.copied - len(sources)))
 
     def moved(array: npt.NDArray[Any]) -> Tensor:
         return torch.tensor(array).to(device, non_blocking=True)
 
+    def copied(shared: npt.NDArray[Any], copies: npt.NDArray[Any]) -> Copies:
+        missing = copies < 0
+        kept = moved(missing) if room is not None or missing.any() else None
+        return Copies(moved(shared), moved(copies.clip(0)), kept)
+
     return WholeRows(
         lengths,
-        sources=moved(np.concatenate(sources)),
+        sources=moved(sources),
         own=moved(np.concatenate(own)),
-        shared=moved(np.concatenate(shared)),
-        copies=moved(copies.clip(0)),
-        missing=moved(missing) if filled or missing.any() else None,
+        copies=tuple(copied(*group) for group in groups),
     )
+
+
+def _sources(segments: tuple[int, ...], prefixes: tuple[tuple[int, int], ...]) -> list[npt.NDArray[Any]]:
+    """Return the places in the packed sequence of each whole row's tokens.
+
+    Args:
+        segments, prefixes: see `attention`.
+    """
+    starts = [0, *accumulate(segments)]
+    known: dict[int, npt.NDArray[Any]] = {}
+    for row in range(len(segments)):
+        waiting = [row]
+        while waiting:
+            at = waiting[-1]
+            other, tokens = prefixes[at]
+            if tokens and other not in known:
+                waiting.append(other)
+                continue
+            before = known[other][:tokens] if tokens else np.zeros(0, int)
+            known[at] = np.concatenate([before, np.arange(starts[at], starts[at + 1])])
+            waiting.pop()
+    return [known[row] for row in range(len(segments))]
 
 
 def whole(packed: Tensor, rows: WholeRows | None, dim: int) -> Tensor:
@@ -240,7 +292,7 @@ def whole(packed: Tensor, rows: WholeRows | None, dim: int) -> Tensor:
 
 class _Whole(torch.autograd.Function):
     """The autograd function of `whole`, which copies keys or values of packed rows to whole rows. Its backward pass
-    sums the gradients of a prompt's copies in one operation: always in the same order, and rounded once."""
+    sums the gradients of a token's copies in one operation: always in the same order, and rounded once."""
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor, rows: WholeRows, dim: int) -> Tensor:
@@ -250,12 +302,15 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         rows, dim = ctx.rows, ctx.dim
-        shape = grad.shape[:dim] + rows.copies.shape + grad.shape[dim + 1 :]
-        copied = grad.index_select(dim, rows.copies.flatten()).view(shape)
-        if rows.missing is not None:
-            missing = rows.missing.view([1] * dim + [*rows.missing.shape] + [1] * (grad.ndim - dim - 1))
-            copied = copied.masked_fill(missing, 0)
-        return grad.index_select(dim, rows.own).index_add_(dim, rows.shared, copied.sum(dim)), None, None
+        packed = grad.index_select(dim, rows.own)
+        for of_group in rows.copies:
+            shape = grad.shape[:dim] + of_group.places.shape + grad.shape[dim + 1 :]
+            copied = grad.index_select(dim, of_group.places.flatten()).view(shape)
+            if of_group.missing is not None:
+                missing = of_group.missing.view([1] * dim + [*of_group.missing.shape] + [1] * (grad.ndim - dim - 1))
+                copied = copied.masked_fill(missing, 0)
+            packed.index_add_(dim, of_group.shared, copied.sum(dim))
+        return packed, None, None
 
 
 def has_kernel(query: Tensor, value: Tensor) -> bool:

@@ -76,7 +76,7 @@ class LayerGraphs:
     def sizes(self, pack: Pack) -> Sizes | None:
         """Return the sizes to which a pack is to be filled up before a forward pass of the loss; None where no graph is
         going to compute it. Sizes are chosen where two packs in succession fit into them."""
-        if self.refused is not None:
+        if self.refused is not None or pack.trie:  # the sizes of a trie differ too much from pack to pack
             return None
         wanted, last = pack.sizes, self._last
         self._last = wanted

@@ -15,6 +15,7 @@ from trlx_hybrid.policy.positions import takes_positions
 
 from .attention import kernel_on, kernel_takes, loaded_with
 from .micro_batches import PADDING, RowLengths
+from .prefixes import of_prompts, of_trie
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -78,7 +79,8 @@ class Pack:
 
     A prompt that several rows have stands in the sequence once, except for its last token. The first row with such a
     prompt is whole. The other rows begin at the prompt's last token: each row needs its own copy of this token, because
-    the token's label is the first token of the row's completion.
+    the token's label is the first token of the row's completion. In a trie, rows also share parts of prompts, and a
+    prompt that begins with another row's completion shares this, too (`prefixes.of_trie`).
 
     Attributes:
         input_ids: (1, N) int64.
@@ -86,7 +88,7 @@ class Pack:
         labels: (1, N) int64, the token that follows, if it belongs to a completion; else `IGNORED`.
         lengths: the number of tokens of each row.
         segments: for each row, how many of its tokens stand in the sequence; N in all.
-        prefixes: for each row, the number of the row in which its other tokens stand, and the number of these tokens.
+        prefixes: for each row, the number of the row that begins with its other tokens, and the number of these tokens.
             For a whole row, its own number and 0.
         ends: (b + 1,) int32, the cumulative sum of `segments`, from 0.
         whole_ends: (b + 1,) int32, the cumulative sum of `lengths`, from 0.
@@ -94,6 +96,7 @@ class Pack:
         width: P + C, the padded length of a row: P columns for the prompt and C for the completion.
         completion_length: C.
         fillers: the number of rows at the end that only fill the sequence up. Their tokens have no places.
+        trie: whether rows share more than whole prompts.
     """
 
     input_ids: Tensor
@@ -108,10 +111,16 @@ class Pack:
     width: int
     completion_length: int
     fillers: int = 0
+    trie: bool = False
 
     @classmethod
     def of(
-        cls, input_ids: Tensor, attention_mask: Tensor, completion_length: int, shared_below: float = 0.0
+        cls,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        completion_length: int,
+        shared_below: float = 0.0,
+        trie_below: float = 0.0,
     ) -> Pack | None:
         """Pack rows of prompt and completion into one sequence.
 
@@ -121,6 +130,8 @@ class Pack:
             completion_length: C.
             shared_below: a fraction. A prompt that several rows have is computed once, if that brings the token count
                 below this fraction of the count without sharing. 0: never.
+            trie_below: a fraction. Rows share whatever their prompts begin with, if that brings the token count below
+                this fraction of the count with whole prompts shared. 0: never.
 
         Returns:
             The pack; None where a prompt is empty, because its completion's first token would follow another row's
@@ -128,18 +139,25 @@ class Pack:
         """
         whole = attention_mask.bool()
         first = whole.shape[1] - completion_length
-        prompts = input_ids[:, :first].masked_fill(~whole[:, :first], PADDING)
-        counted = torch.cat([prompts, whole.sum(1, keepdim=True)], dim=1).cpu()  # the only wait for the device
-        prompts, lengths = counted[:, :-1], counted[:, -1].tolist()
+        ids = input_ids.masked_fill(~whole, PADDING)
+        read = ids if trie_below else torch.cat([ids[:, :first], whole.sum(1, keepdim=True)], dim=1)
+        read = read.cpu()  # the only wait for the device
+        prompts = read[:, :first]
+        lengths = (read != PADDING).sum(1).tolist() if trie_below else read[:, -1].tolist()
         if first == 0 or bool((prompts[:, -1] == PADDING).any()):
             return None
-        mask, prefixes = whole, _shared(RowLengths.of(prompts, lengths), shared_below)
-        sharing = [row for row, (_, tokens) in enumerate(prefixes) if tokens]
-        if sharing:
-            alone = torch.ones(len(whole), 1, dtype=torch.bool)
-            alone[sharing] = False
-            mask = whole.clone()
-            mask[:, : first - 1] &= alone.to(mask.device, non_blocking=True)
+        prefixes = of_prompts(RowLengths.of(prompts, lengths), shared_below)
+        trie = False
+        if trie_below:
+            rows = [row[row != PADDING] for row in read.to(torch.int32).numpy()]
+            found = of_trie(rows, (prompts != PADDING).sum(1).tolist())
+            tokens = sum(lengths) - sum(shared for _, shared in prefixes)
+            trie = sum(lengths) - sum(shared for _, shared in found) < trie_below * tokens
+            prefixes = found if trie else prefixes
+        mask, positions = whole, whole.cumsum(1) - 1
+        if any(tokens for _, tokens in prefixes):
+            elsewhere = torch.tensor([tokens for _, tokens in prefixes]).to(whole.device, non_blocking=True)
+            mask = whole & (positions >= elsewhere[:, None])
         scored = whole.clone()
         scored[:, :first] = False
         following = input_ids.roll(-1, dims=1).masked_fill(~scored.roll(-1, dims=1), IGNORED)
@@ -147,7 +165,7 @@ class Pack:
         places = torch.nonzero_static(mask.flatten(), size=sum(segments))[:, 0]
         return cls(
             input_ids=input_ids.flatten()[places][None],
-            position_ids=(whole.cumsum(1) - 1).flatten()[places][None],
+            position_ids=positions.flatten()[places][None],
             labels=following.flatten()[places][None],
             lengths=lengths,
             segments=segments,
@@ -157,6 +175,7 @@ class Pack:
             places=places,
             width=whole.shape[1],
             completion_length=completion_length,
+            trie=trie,
         )
 
     @property
@@ -222,21 +241,6 @@ class Pack:
         rows, placed = len(self.lengths) - self.fillers, scores[0, : len(self.places)]
         grid = scores.new_zeros(rows * self.width).index_copy(0, self.places, placed)
         return grid.view(-1, self.width)[:, -self.completion_length - 1 : -1]
-
-
-def _shared(lengths: RowLengths, below: float) -> tuple[tuple[int, int], ...]:
-    """Return the field `prefixes` of a `Pack`: for each row, the row that holds its shared prompt, and how many tokens
-    are shared.
-
-    Args:
-        lengths: the lengths and prompts of the rows.
-        below: a fraction. Prompts are shared only if this brings the token count below this fraction of the count
-            without sharing.
-    """
-    rows = range(len(lengths.tokens))
-    share = lengths.packed(rows, below) < sum(lengths.tokens)
-    alike, prefixes = lengths.alike, lengths.prefixes
-    return tuple((alike[row], prefixes[row]) if share and alike[row] != row else (row, 0) for row in rows)
 
 
 def _ends(mask: Tensor) -> Tensor:

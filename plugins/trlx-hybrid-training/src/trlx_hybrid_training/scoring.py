@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+WORTH_GRAPHS = 0.5
+"""The limit for sharing parts of prompts where CUDA graphs compute the layers, which they do not of rows that share
+so."""
+
 
 class Packed(Scoring):
     """A scoring (a component that computes per-token log-probs and entropies for the trainer) of rows without their
@@ -206,13 +210,14 @@ class Packed(Scoring):
             if id(rows.model) not in self._compared:
                 self._prepare(rows)
         known = self.padded_because is None and id(rows.model) in self._compared
-        packs = self._packs(rows, WORTH) if known else None
+        graphs = self._graphs is not None and self._graphs.refused is None
+        packs = self._packs(rows, WORTH, WORTH_GRAPHS if graphs else WORTH) if known else None
         if packs is not None:
             return self._score_packs(rows, packs)
         with self._choosing(rows.input_ids.numel()):
             return rows.padded()
 
-    def _packs(self, rows: Rows, shared_below: float) -> list[Pack] | None:
+    def _packs(self, rows: Rows, shared_below: float, trie_below: float) -> list[Pack] | None:
         """Pack rows, and return one pack (rows without padding, as one sequence) for each forward pass; None if a row
         cannot be packed.
 
@@ -222,14 +227,16 @@ class Packed(Scoring):
             rows: the rows to score.
             shared_below: a fraction. Prompts are computed once for several rows if this brings the token count below
                 this fraction of the count without sharing; 0: never.
+            trie_below: a fraction, likewise: parts of prompts are computed once if this brings the token count below
+                this fraction of the count with whole prompts shared.
         """
         ours = rows.model.config._attn_implementation == attention.NAME
         if not self._shares or not ours or rows.router_loss:  # the router loss is a mean over all tokens
-            shared_below = 0.0
+            shared_below = trie_below = 0.0
         packs = []
         for start in range(0, len(rows.input_ids), rows.at_once):
             some = slice(start, start + rows.at_once)
-            pack = Pack.of(rows.input_ids[some], rows.attention_mask[some], rows.completion_length, shared_below)
+            pack = Pack.of(rows.input_ids[some], rows.attention_mask[some], rows.completion_length, shared_below, trie_below)
             if pack is None:
                 return None
             packs.append(pack)
@@ -296,7 +303,7 @@ class Packed(Scoring):
             given = replace(given, experts=rows.experts.repeat_interleave(2, dim=0))
         if rows.support is not None:
             given = replace(given, support=rows.support.repeated(2))
-        packs = self._packs(given, shared_below=1.0)
+        packs = self._packs(given, shared_below=1.0, trie_below=1.0)
         if session.ranks.any(packs is None):
             return
         assert packs is not None

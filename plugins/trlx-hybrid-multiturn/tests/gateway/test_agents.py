@@ -94,13 +94,37 @@ async def adds_by_messages(base_url, row):
     return float(len(said))
 
 
-def test_both_apis_sample_the_same(train):
+async def adds_by_responses(base_url, row):
+    """As `adds`, with OpenAI's responses."""
+    client, said = CLIENT.with_options(base_url=base_url), list(row["prompt"])
+    tools = [{"type": "function", **TOOLS[0]["function"], "strict": True}]
+    for turn in range(3):
+        request = {"model": "any", "input": said, "tools": tools, "max_output_tokens": 100, "store": False}
+        if turn == 1:
+            async with client.responses.stream(**request) as stream:
+                done = await stream.get_final_response()
+        else:
+            done = await client.responses.create(**request)
+        said += [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in done.output]
+        calls = [item for item in done.output if item.type == "function_call"]
+        if not calls:
+            break
+        for call in calls:
+            output = str(json.loads(call.arguments)["a"] + 2)
+            said.append({"type": "function_call_output", "call_id": call.call_id, "output": output})
+    return float(len(said))
+
+
+def test_all_apis_sample_the_same(train):
     _, mine = train(adds, max_steps=1)
-    done, others = train(adds_by_messages, max_steps=1)
-    assert done.trainer.state.log_history[0]["hybrid/trajectories/failed"] == 0
-    for one, other in zip(*mine, *others, strict=True):
-        assert (one.prompt_ids, one.completion_ids) == (other.prompt_ids, other.completion_ids)
-        assert one.loss_mask == other.loss_mask
+    for agent in (adds_by_messages, adds_by_responses):
+        done, others = train(agent, max_steps=1)
+        log = done.trainer.state.log_history[0]
+        assert (log["hybrid/trajectories/failed"], log["hybrid/agents/branches"]) == (0, 1)
+        assert log["hybrid/turns/max"] == 3
+        for one, other in zip(*mine, *others, strict=True):
+            assert (one.prompt_ids, one.completion_ids) == (other.prompt_ids, other.completion_ids)
+            assert one.loss_mask == other.loss_mask
 
 
 class Answers:

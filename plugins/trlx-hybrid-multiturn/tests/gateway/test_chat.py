@@ -35,6 +35,7 @@ def test_values_that_change_nothing_are_served(name):
         ({"messages": []}, "at least one message"),
         ({"messages": [{"role": "robot", "content": ""}]}, "its role is none of"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content of type 'image_url'"),
+        ({"messages": [{"role": "user", "content": ["hello"]}]}, "content of type None"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "lone surrogate"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "tool_calls cannot be read"),
         ({"tools": [{"type": "custom"}]}, "only functions"),

@@ -18,7 +18,8 @@ def check(done, batches):
     assert any("<tool_response>" in tokenizer.decode(trajectory.completion_ids) for trajectory in batches[0])
 
 
-def test_the_openai_agents_sdk(train):
+@pytest.mark.parametrize("api", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
+def test_the_openai_agents_sdk(train, api):
     sdk = pytest.importorskip("agents")
     sdk.set_tracing_disabled(True)
 
@@ -28,7 +29,7 @@ def test_the_openai_agents_sdk(train):
         return a + b
 
     async def agent(base_url, row):
-        model = sdk.OpenAIChatCompletionsModel(model="policy", openai_client=CLIENT.with_options(base_url=base_url))
+        model = getattr(sdk, api)(model="policy", openai_client=CLIENT.with_options(base_url=base_url))
         adder = sdk.Agent(name="adder", instructions="Add.", model=model, tools=[add])
         try:
             result = await sdk.Runner.run(adder, row["prompt"][0]["content"], max_turns=4)

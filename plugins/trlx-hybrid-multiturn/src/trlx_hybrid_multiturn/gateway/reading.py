@@ -70,12 +70,14 @@ def stops_of(name: str, value: Any) -> list[str]:
     return texts
 
 
-def text_of(name: str, content: Any) -> str:
+def text_of(name: str, content: Any, *, parameter: str = "messages", served: Collection[str] = ("text",)) -> str:
     """Return a content as text: a text, a list of blocks of text, or None.
 
     Args:
         name: the content's place in the request, for messages.
         content: the content.
+        parameter: the parameter of the request that holds it.
+        served: types of blocks of text.
 
     Raises:
         RefusedError: it holds something else than text, or a lone surrogate.
@@ -83,16 +85,17 @@ def text_of(name: str, content: Any) -> str:
     if content is None:
         return ""
     if isinstance(content, list):
-        kinds = [part.get("type") if isinstance(part, dict) else None for part in content]
-        if other := next((kind for kind in kinds if kind != "text"), ""):
-            raise RefusedError(f"{name}: content of type {other!r} is not served here.", parameter="messages")
-        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind not in served:
+                raise RefusedError(f"{name}: content of type {kind!r} is not served here.", parameter=parameter)
+        content = "".join(str(part.get("text", "")) for part in content)
     if not isinstance(content, str):
-        raise RefusedError(f"{name}: its content is no text.", parameter="messages")
+        raise RefusedError(f"{name}: its content is no text.", parameter=parameter)
     try:
         content.encode()
     except UnicodeEncodeError:
         raise RefusedError(
-            f"{name}: its content has a lone surrogate, which no text has.", parameter="messages"
+            f"{name}: its content has a lone surrogate, which no text has.", parameter=parameter
         ) from None
     return content

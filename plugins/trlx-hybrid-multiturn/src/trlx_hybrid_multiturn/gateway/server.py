@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from . import chat, messages
+from . import chat, messages, responses
 from .errors import RefusedError
 from .seat import Seat
 
@@ -70,6 +70,7 @@ class Gateway:
             routes=[
                 Route("/{secret}/v1/models", self._models),
                 Route("/{secret}/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/{secret}/v1/responses", self._responses, methods=["POST"]),
                 Route("/{secret}/v1/messages", self._messages, methods=["POST"]),
                 Route("/{secret}/v1/messages/count_tokens", self._count, methods=["POST"]),
             ]
@@ -90,6 +91,9 @@ class Gateway:
 
     async def _chat(self, request: Request) -> Response:
         return await self._answered(request, chat, _chunks)
+
+    async def _responses(self, request: Request) -> Response:
+        return await self._answered(request, responses, _events)
 
     async def _messages(self, request: Request) -> Response:
         return await self._answered(request, messages, _events)
@@ -162,6 +166,6 @@ async def _chunks(parts: Iterable[Any]) -> AsyncIterator[str]:
 
 
 async def _events(parts: Iterable[Any]) -> AsyncIterator[str]:
-    """Yield the parts of an answer as Anthropic streams them."""
+    """Yield the parts of an answer as events that have a type."""
     for part in parts:
         yield f"event: {part['type']}\ndata: {json.dumps(part)}\n\n"

@@ -92,7 +92,8 @@ def test_filled_packs_have_equal_shapes(model):
         assert sizes.holds(pack.sizes)
         filled = pack.filled(sizes)
         indices = attention.whole_rows(filled.segments, filled.prefixes, filled.ends.device, room)
-        tensors = [v for v in filled.inputs.values() if isinstance(v, torch.Tensor)] + [filled.labels, *indices[1:3], *indices.copies[0]]
+        tensors = [v for v in filled.inputs.values() if isinstance(v, torch.Tensor)]
+        tensors += [filled.labels, *indices[1:3], *indices.copies[0]]
         shapes.add(tuple(tensor.shape for tensor in tensors))
     assert len(shapes) == 1
 

@@ -27,7 +27,7 @@ def train(run, tmp_path):
             "reward_funcs": [episode_reward],
             "hybrid": {"engine": "vllm", "rollout_options": options},
         }
-        model = chatty_model(tokenizer, TURNS)
+        model = given.pop("model", None) or chatty_model(tokenizer, TURNS)
         done = run(GRPOTrainer, model=model, processing_class=tokenizer, plugins=[kept], **settings | given)
         return done, kept.batches
 

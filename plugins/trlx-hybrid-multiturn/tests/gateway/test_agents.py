@@ -10,7 +10,9 @@ import torch
 from anthropic import AsyncAnthropic
 from datasets import Dataset
 from openai import APIStatusError, BadRequestError, OpenAI
+from transformers import TrainerCallback
 from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
+from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid_multiturn import Step, episodes
 from trlx_hybrid_multiturn.gateway.agents import Agents
 from trlx_hybrid_multiturn.progress import Progress
@@ -149,13 +151,14 @@ async def asks_twice(base_url, row):
 
 
 def test_tokens_masks_and_log_probs_are_those_of_an_environment(train):
-    """Which requests are sampled together is another matter here, so log-probs differ by rounding."""
-    _, mine = train(asks_twice, max_steps=1, max_completion_length=400)
-    _, others = train(episodes(Answers), max_steps=1, max_completion_length=400)
+    """Log-probs, too, are the same bits where the same requests are sampled together: one at a time."""
+    given = {"max_steps": 1, "max_completion_length": 400, "options": {"max_trajectories": 1}}
+    _, mine = train(asks_twice, **given)
+    _, others = train(episodes(Answers), **given)
     for one, other in zip(*mine, *others, strict=True):
         assert (one.prompt_ids, one.completion_ids) == (other.prompt_ids, other.completion_ids)
         assert one.loss_mask == other.loss_mask
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        assert one.logprobs == other.logprobs
         assert one.reward == other.reward
 
 
@@ -352,6 +355,58 @@ def test_a_request_that_its_agent_did_not_wait_for_is_not_trained(train):
     done, batches = train(agent, max_steps=1, max_completion_length=400)
     assert done.trainer.state.log_history[0]["hybrid/trajectories/failed"] == 0
     assert all(sum(trajectory.loss_mask) >= 1 for trajectory in batches[0])
+
+
+async def forks(base_url, row):
+    """Eight turns; after the fourth, another continuation of four turns."""
+    client = CLIENT.with_options(base_url=base_url)
+
+    async def talk(messages, turns):
+        for turn in range(turns):
+            done = await client.chat.completions.create(model="any", messages=messages, max_tokens=6)
+            messages.append(done.choices[0].message.model_dump(exclude_none=True))
+            messages.append({"role": "user", "content": f"{turn} and on"})
+        return messages
+
+    first = await talk(list(row["prompt"]), 4)
+    await asyncio.gather(talk([*first], 4), talk([*first[:-1], {"role": "user", "content": "another way"}], 4))
+    return float(len(first))
+
+
+class Computed(TrainerCallback):
+    """Counts the tokens that the first linear layer computes in passes with gradients."""
+
+    tokens = 0
+
+    def on_train_begin(self, args, state, control, model, **kwargs):
+        def count(module, given, out):
+            self.tokens += given[0].shape[:-1].numel() * torch.is_grad_enabled()
+
+        model.model.layers[0].self_attn.q_proj.register_forward_hook(count)
+
+
+def test_what_several_branches_begin_with_is_computed_once(train):
+    """Counted by another way: the different beginnings of all branches, and each branch's own copy of the token before
+    its first sampled one."""
+    counted = Computed()
+    given = {"max_completion_length": 3000, "vllm_max_model_length": 4096, "gradient_checkpointing": False}
+    model = tiny_model(vocab_size=len(chat_tokenizer(TURNS)), max_position_embeddings=4096)  # rounds less
+    done, batches = train(forks, max_steps=1, callbacks=[counted], model=model, **given)
+    log = done.trainer.state.log_history[0]
+    assert (log["hybrid/agents/branches"], log["hybrid/trajectories/failed"]) == (2, 0)
+    assert log["sampling/sampling_logp_difference/max"] < 1e-4
+    branches = []
+    for trajectory in batches[0]:
+        ids = trajectory.completion_ids
+        ((begin, tokens),) = done.trainer.rollout_func.branches(trajectory.prompt_ids, ids)
+        branches += [(trajectory.prompt_ids, ids[:begin]), (ids[begin : begin + tokens], ids[begin + tokens :])]
+    held, computed = set(), 0
+    for prompt, completion in sorted(branches, key=lambda branch: len(branch[0])):
+        whole = (*prompt, *completion)
+        own = [whole[:end] for end in range(1, len(whole) + 1)]
+        computed += sum(end >= len(prompt) or beginning not in held for end, beginning in enumerate(own, 1))
+        held.update(own)
+    assert counted.tokens == computed < 0.75 * sum(len(prompt) + len(completion) for prompt, completion in branches)
 
 
 class MaskedBranches(Agents):

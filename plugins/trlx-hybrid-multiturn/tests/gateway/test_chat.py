@@ -34,6 +34,7 @@ def test_values_that_change_nothing_are_served(name):
     [
         ({"messages": []}, "at least one message"),
         ({"messages": [{"role": "robot", "content": ""}]}, "its role is none of"),
+        ({"messages": [{"role": ["user"], "content": ""}]}, "its role is none of"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content of type 'image_url'"),
         ({"messages": [{"role": "user", "content": ["hello"]}]}, "content of type None"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "lone surrogate"),
@@ -58,6 +59,9 @@ def test_what_the_run_overrides_is_kept_for_the_log():
     assert asked.overridden == {"temperature": 0.3, "seed": 1, "tool_choice": "required"}
     assert asked.max_tokens == 5
     assert not chat.read(ASKED | {"tool_choice": "auto"}).overridden
+    asked = chat.read(ASKED | {"tools": [{"type": "function", "function": {"name": "add", "strict": True}}]})
+    assert asked.overridden == {"strict": True}
+    assert asked.tools == [{"type": "function", "function": {"name": "add"}}]
 
 
 def test_messages_are_the_same_however_clients_write_them():

@@ -12,6 +12,7 @@ from trlx_hybrid_multiturn.gateway.asked import Said, compared
 from trlx_hybrid_multiturn.gateway.errors import RefusedError
 from trlx_hybrid_multiturn.gateway.seat import CUT, Seat
 from trlx_hybrid_multiturn.gateway.server import gateway
+from trlx_hybrid_multiturn.gateway.tree import Tree
 
 from tests.support.agents import PARAMETERS, TOOLS
 
@@ -160,7 +161,7 @@ def test_a_tool_is_shown_in_the_order_of_the_client():
 
 @pytest.mark.parametrize("name", SAID)
 def test_an_answer_that_comes_back_is_the_same_message(name):
-    answer = Response.model_validate(responses.written(ASKED | {"tools": FLAT}, said(name), "7"), strict=True)
+    answer = Response.model_validate(responses.written(ASKED | {"tools": FLAT}, [said(name)], "7"), strict=True)
     back = [{"role": "user", "content": "hello"}, *(each.model_dump(mode="json") for each in answer.output)]
     _, *read = responses.read(ASKED | {"input": back}).messages
     assert [compared(message) for message in read] == [compared(said(name).message)]
@@ -172,7 +173,7 @@ def test_an_answer_that_comes_back_is_the_same_message(name):
 @pytest.mark.parametrize("length", [False, True], ids=["whole", "cut"])
 def test_the_events_of_a_stream_add_up_to_the_answer(name, length):
     given = ASKED | {"instructions": "Add.", "tools": FLAT}
-    events = [*responses.streamed(given, said(name, length), "7")]
+    events = [*responses.streamed(given, [said(name, length)], "7")]
     kinds = [type(TypeAdapter(ResponseStreamEvent).validate_python(event, strict=True)) for event in events]
     assert all(kind.model_fields["type"].annotation.__args__ == (e["type"],) for kind, e in zip(kinds, events))
     assert [event["sequence_number"] for event in events] == [*range(len(events))]
@@ -190,21 +191,21 @@ def test_the_events_of_a_stream_add_up_to_the_answer(name, length):
         elif what == "output_item":
             assert items[at] | {"status": None} == event["item"] | {"status": None}
             items[at] = event["item"]
-    answer = responses.written(given, said(name, length), "7")
+    answer = responses.written(given, [said(name, length)], "7")
     assert events[-1]["type"] == ("response.incomplete" if length else "response.completed")
     assert events[-1]["response"] | {"created_at": 0} == answer | {"created_at": 0}
     assert [*items.values()] == answer["output"]
 
 
 def test_an_answer_that_was_cut_is_incomplete():
-    answer = Response.model_validate(responses.written(ASKED, said("text", length=True), "7"), strict=True)
+    answer = Response.model_validate(responses.written(ASKED, [said("text", length=True)], "7"), strict=True)
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert answer.output[0].status == "incomplete"
 
 
 def test_a_refusal_is_an_error_that_the_official_client_knows():
     here = gateway()
-    seat = Seat(here.loop, lambda asked: 0)
+    seat = Seat(here.loop, lambda asked: 0, Tree())
     seat.end(RefusedError("The episode has no further turns.", code=CUT))
     secret, url = here.open(seat)
     client = OpenAI(base_url=url, api_key="none")

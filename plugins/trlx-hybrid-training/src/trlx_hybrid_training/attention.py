@@ -87,8 +87,8 @@ def attention(
         dropout: probability.
         scaling: the factor of the scores; None for that of torch.
         segments: lengths of the segments, N in all; None for rows that are not packed.
-        prefixes: for each segment, the number of the row that begins with its prefix, and the prefix's length in tokens:
-            0 where it has none. Empty where no segment has one. That row may itself have a prefix.
+        prefixes: for each segment, the number of the row that begins with its prefix, and the prefix's length in
+            tokens: 0 where it has none. Empty where no segment has one. That row may itself have a prefix.
         cu_seq_lens_q: where the segments end, (rows + 1,) int32, from 0.
         cu_seq_lens_k: where they would end if each had its prefix before it, (rows + 1,) int32, from 0.
         max_length_q: length of the longest segment.

@@ -1,5 +1,5 @@
-"""The choice of which tokens of a pack are computed once for several rows: the prompts that are equal, or, as in a trie,
-whatever a row's prompt begins with that another row has.
+"""The choice of which tokens of a pack are computed once for several rows: those of equal prompts, or, as in a trie,
+all tokens with which a prompt begins and that another row has.
 
 Branches of an episode begin with what was said before them, and rows with different prompts may begin with the same
 system prompt. Each row takes the tokens before its own from one other row, which may have taken some of them from a
@@ -8,6 +8,7 @@ third.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from .micro_batches import RowLengths
 
 Prefixes = tuple[tuple[int, int], ...]
-"""For each row, the number of the row that begins with its prefix, and the prefix's length in tokens: its own number and
+"""The prefix of each row: the number of the row that begins with it, and its length in tokens; the row's own number and
 0 where it has none."""
 
 
@@ -49,7 +50,7 @@ def of_trie(rows: Sequence[npt.NDArray[np.int32]], prompts: Sequence[int]) -> Pr
     count = len(rows)
     sorted_rows = sorted(range(count), key=lambda row: (rows[row].astype(">i4").tobytes(), row))
     place = {row: at for at, row in enumerate(sorted_rows)}
-    with_next = [_common(rows[one], rows[other]) for one, other in zip(sorted_rows, sorted_rows[1:], strict=False)]
+    with_next = [_common(rows[one], rows[other]) for one, other in itertools.pairwise(sorted_rows)]
     known: set[int] = set()
     prefixes = [(row, 0) for row in range(count)]
     for row in sorted(range(count), key=lambda row: (prompts[row], row)):

@@ -236,7 +236,9 @@ class Packed(Scoring):
         packs = []
         for start in range(0, len(rows.input_ids), rows.at_once):
             some = slice(start, start + rows.at_once)
-            pack = Pack.of(rows.input_ids[some], rows.attention_mask[some], rows.completion_length, shared_below, trie_below)
+            pack = Pack.of(
+                rows.input_ids[some], rows.attention_mask[some], rows.completion_length, shared_below, trie_below
+            )
             if pack is None:
                 return None
             packs.append(pack)

@@ -101,13 +101,22 @@ class Agents(EpisodeRollout):
         """Say once of each parameter that the run's own settings take its place."""
         for name in sorted(given.keys() - self._told):
             self._told.add(name)
-            logger.warning(
-                "An agent asks for %s=%r. The run samples with its own settings (%s), with which log-probs are "
-                "computed. Set it in the trainer's arguments.",
-                name,
-                given[name],
-                f"{name}={getattr(trainer.args, name)!r}" if hasattr(trainer.args, name) else "seeds of its own",
-            )
+            if hasattr(trainer.args, name):
+                logger.warning(
+                    "An agent asks for %s=%r. The run samples with its own settings (%s=%r), with which log-probs are "
+                    "computed. Set it in the trainer's arguments.",
+                    name,
+                    given[name],
+                    name,
+                    getattr(trainer.args, name),
+                )
+            else:
+                logger.warning(
+                    "An agent asks for %s=%r, which would constrain what the model samples. It samples freely here, "
+                    "and log-probs are computed without constraints.",
+                    name,
+                    given[name],
+                )
 
     def _parser_of(self, trainer: Any) -> Parser:
         tokenizer = trainer.processing_class

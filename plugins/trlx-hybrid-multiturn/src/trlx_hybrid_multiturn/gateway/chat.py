@@ -15,7 +15,7 @@ from typing import Any
 
 from .asked import Asked, Message, Said
 from .errors import RefusedError
-from .reading import checked, limit_of, messages_of, stops_of, text_of
+from .reading import checked, limit_of, messages_of, overridden_of, stops_of, text_of
 
 HONOURED = (
     "messages",
@@ -31,7 +31,8 @@ HONOURED = (
 )
 OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "seed", "tool_choice")
 """Parameters that change the distribution. The run's settings hold, with which log-probs are computed, and the model
-chooses whether it calls a tool. The value "none" of `tool_choice` is honoured: no tools are shown."""
+chooses whether it calls a tool, and how. The value "none" of `tool_choice` is honoured: no tools are shown. A function
+that is `strict` is served as any other, and this is said."""
 WITHOUT_EFFECT = (
     "user",
     "metadata",
@@ -78,7 +79,7 @@ def read(body: Any) -> Asked:
         stop=stops_of("stop", given.get("stop", [])),
         choices=limit_of("n", given.get("n", 1)),
         logprobs=_switch("logprobs", given.get("logprobs", False)),
-        overridden={name: given[name] for name in OVERRIDDEN if name in given},
+        overridden=overridden_of(given, OVERRIDDEN, strict=[tool["function"] for tool in given.get("tools", [])]),
     )
 
 
@@ -100,14 +101,15 @@ def _tools(tools: Any) -> list[Mapping[str, Any]]:
         raise RefusedError(
             'tools: only functions are served, each {"type": "function", "function": {"name": …}}.', parameter="tools"
         )
-    return list(tools)
+    return [{**tool, "function": {k: v for k, v in tool["function"].items() if k != "strict"}} for tool in tools]
 
 
 def _message(number: int, message: Any) -> Message:
     name = f"messages[{number}]"
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
+    role = message.get("role") if isinstance(message, dict) else None
+    if not isinstance(role, str) or role not in ROLES:
         raise RefusedError(f"{name}: its role is none of {', '.join(ROLES)}.", parameter="messages")
-    read: Message = {"role": ROLES[message["role"]], "content": text_of(name, message.get("content"))}
+    read: Message = {"role": ROLES[role], "content": text_of(name, message.get("content"))}
     calls = message.get("tool_calls")
     if calls:
         try:

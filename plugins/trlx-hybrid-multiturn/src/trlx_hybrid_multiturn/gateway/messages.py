@@ -14,7 +14,7 @@ from typing import Any
 
 from .asked import Asked, Message, Said
 from .errors import RefusedError
-from .reading import checked, limit_of, messages_of, stops_of, text_of
+from .reading import checked, limit_of, messages_of, overridden_of, stops_of, text_of
 from .seat import CUT
 
 HONOURED = ("messages", "system", "tools", "max_tokens", "stop_sequences", "stream", "model")
@@ -62,7 +62,7 @@ def read(body: Any) -> Asked:
         tools=[] if kind == "none" else _tools(given.get("tools", [])),
         max_tokens=limit_of("max_tokens", given["max_tokens"]) if "max_tokens" in given else None,
         stop=stops_of("stop_sequences", given.get("stop_sequences", [])),
-        overridden={name: given[name] for name in OVERRIDDEN if name in given},
+        overridden=overridden_of(given, OVERRIDDEN, strict=given.get("tools", [])),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from .errors import RefusedError
@@ -45,6 +45,18 @@ def messages_of(given: Mapping[str, Any]) -> list[Any]:
     if not isinstance(messages, list) or not messages:
         raise RefusedError("messages: a list with at least one message is needed.", parameter="messages")
     return messages
+
+
+def overridden_of(given: Mapping[str, Any], names: Collection[str], strict: Iterable[Any] = ()) -> dict[str, Any]:
+    """Return the parameters of a request whose place the run's own settings take.
+
+    Args:
+        given: the request's parameters.
+        names: those that the run overrides.
+        strict: its functions; their member `strict` asks for calls by a grammar.
+    """
+    found = {name: given[name] for name in names if name in given}
+    return found | ({"strict": True} if any(function.get("strict") for function in strict) else {})
 
 
 def limit_of(name: str, value: Any) -> int:

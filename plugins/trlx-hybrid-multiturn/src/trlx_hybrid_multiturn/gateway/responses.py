@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from . import chat
 from .asked import Asked, Message, Said
 from .errors import RefusedError
-from .reading import checked, limit_of, text_of
+from .reading import checked, limit_of, overridden_of, text_of
 
 HONOURED = ("input", "instructions", "tools", "max_output_tokens", "stream", "model")
 OVERRIDDEN = chat.OVERRIDDEN
@@ -79,7 +79,8 @@ UNSHOWN: Mapping[str, tuple[Any, ...]] = {
     "async": (False,),
     "allowed_callers": (["direct"],),
 }
-"""Members of a function that the model is not shown, and that are served with these values only."""
+"""Members of a function that the model is not shown, and that are served with these values only. It samples freely also
+where a function is `strict`, which is said as of a parameter that the run overrides."""
 
 
 def read(body: Any) -> Asked:
@@ -103,7 +104,7 @@ def read(body: Any) -> Asked:
         messages=messages + _messages(given.get("input")),
         tools=[] if choice == "none" else tools,
         max_tokens=limit_of("max_output_tokens", given["max_output_tokens"]) if "max_output_tokens" in given else None,
-        overridden={name: given[name] for name in OVERRIDDEN if name in given},
+        overridden=overridden_of(given, OVERRIDDEN, strict=given.get("tools", [])),
     )
 
 
@@ -194,25 +195,27 @@ def _text(name: str, content: Any, parameter: str = "input") -> str:
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-def written(body: Mapping[str, Any], said: Said, number: str) -> dict[str, Any]:
+def written(body: Mapping[str, Any], choices: Sequence[Said], number: str) -> dict[str, Any]:
     """Return the answer to a request, as one JSON object.
 
     Args:
         body: the request's JSON.
-        said: the model's message.
+        choices: the model's message.
         number: the answer's id.
     """
+    (said,) = choices
     return _ended(_begun(body, number), said, number)
 
 
-def streamed(body: Mapping[str, Any], said: Said, number: str) -> Iterator[dict[str, Any]]:
+def streamed(body: Mapping[str, Any], choices: Sequence[Said], number: str) -> Iterator[dict[str, Any]]:
     """Yield the answer to a request as the events of a stream.
 
     Args:
         body: the request's JSON.
-        said: the model's message.
+        choices: the model's message.
         number: the answer's id.
     """
+    (said,) = choices
     for place, event in enumerate(_events(_begun(body, number), said, number)):
         yield {**event, "sequence_number": place}
 

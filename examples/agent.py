@@ -3,6 +3,8 @@
     pip install 'trlx-hybrid-multiturn[gateway]' openai
     accelerate launch examples/agent.py
 
+Add `--use_peft --lora_target_modules all-linear` for LoRA, and `--num_processes 2` before the script for two processes.
+
 `solve` is an agent as it is written for any server with OpenAI's API: its client asks, its loop runs the calculator,
 and its last message is the answer. `agents` gives it the address of the engine in this process. The model is trained on
 what it answered, token for token. All else is as in calculator.py.
@@ -17,7 +19,7 @@ from openai import AsyncOpenAI, BadRequestError
 from quickstart import quiet
 from toy_chat import ToyConfig, train_and_report
 from transformers.utils import get_json_schema
-from trl import TrlParser
+from trl import ModelConfig, TrlParser, get_peft_config
 from trlx_hybrid import GRPOTrainer, HybridConfig
 from trlx_hybrid_multiturn.gateway import agents, episode_reward
 
@@ -60,7 +62,7 @@ async def solve(base_url: str, row: dict[str, Any]) -> float:
 
 def main() -> None:
     """Learn from demonstrations, then train the agent with GRPO."""
-    script, config = TrlParser((ScriptArguments, AgentConfig)).parse_args_and_config()
+    script, config, of_model = TrlParser((ScriptArguments, AgentConfig, ModelConfig)).parse_args_and_config()
     quiet()
     tokenizer, model, training, heldout = learn_to_calculate(script, config)
     trainer = GRPOTrainer(
@@ -71,6 +73,7 @@ def main() -> None:
         train_dataset=dataset(training),
         eval_dataset=dataset(heldout),
         processing_class=tokenizer,
+        peft_config=get_peft_config(of_model),
         hybrid=HybridConfig(engine="vllm", rollout_options={"progress": False}),  # training has its own progress bars
     )
     train_and_report(trainer, f"{len(heldout)} held-out multiplications")

@@ -32,7 +32,7 @@ class PackedOptions:
             numbers of tokens, or so that rows with the same prompt are together. Done where rows are packed and the
             gradient does not depend on this choice.
         shared_prompts: compute a prompt once for all rows of a micro-batch that have it, where rows are packed and this
-            brings their token count below nine tenths.
+            brings their token count below nine tenths; likewise parts of prompts that rows have in common.
         adaptive_checkpointing: where the trainer's `gradient_checkpointing` is on, recompute only as many layers as
             memory requires, see `trlx_hybrid_training.recomputation`.
         joined: with `adaptive_checkpointing`, and where rows are packed: compute several micro-batches of an optimizer

@@ -3,8 +3,11 @@
 import asyncio
 import itertools
 import json
+import shlex
+import sys
 import threading
 
+import psutil
 import pytest
 import torch
 from anthropic import AsyncAnthropic
@@ -14,7 +17,9 @@ from transformers import TrainerCallback
 from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid_multiturn import Step, episodes
+from trlx_hybrid_multiturn.gateway import command
 from trlx_hybrid_multiturn.gateway.agents import Agents
+from trlx_hybrid_multiturn.gateway.command import CommandError
 from trlx_hybrid_multiturn.progress import Progress
 
 from tests.support.agents import CLIENT, PARAMETERS, QUESTIONS, TOOLS, TURNS
@@ -529,3 +534,51 @@ def test_200_episodes_at_once(train):
     done, batches = train(adds, **given)
     assert len(batches[0]) == 200
     assert done.trainer.state.log_history[0]["hybrid/trajectories/failed"] == 0
+
+
+PROGRAM = """
+import json, os, sys
+from openai import OpenAI
+row = json.load(sys.stdin)
+with OpenAI() as client:
+    for _ in range(2):
+        done = client.chat.completions.create(model="policy", messages=row["prompt"])
+        row["prompt"] += [done.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "and?"}]
+assert os.environ["ANTHROPIC_BASE_URL"] + "/v1" == os.environ["OPENAI_BASE_URL"] and not os.listdir()
+open("mine", "w").close()
+print(len(row["prompt"]), "ended" in os.environ["TOLD"])
+"""
+
+
+def test_a_program_is_an_agent(train):
+    def reward(row, output):
+        length, told = output.split()
+        return int(length) - len(row["prompt"]) + 0.5 * (told == "True")
+
+    agent = command([sys.executable, "-c", PROGRAM], reward=reward, environment={"TOLD": "it ended"})
+    given = {"max_steps": 1, "per_device_train_batch_size": 4, "max_completion_length": 400}
+    done, batches = train(agent, **given)
+    log = done.trainer.state.log_history[0]
+    assert (log["hybrid/trajectories/failed"], log["hybrid/turns/mean"], log["reward"]) == (0, 2, 4.5)
+    assert all(any(trajectory.loss_mask) for trajectory in batches[0])
+
+
+def test_a_program_that_fails_says_why_and_one_that_never_ends_is_killed(tmp_path):
+    said = "import sys; sys.exit('no model named policy')"
+    with pytest.raises(CommandError, match="ended with exit code 1: no model named policy"):
+        asyncio.run(command(lambda row: [sys.executable, "-c", said])("http://localhost/v1", {}))
+    begun = tmp_path / "begun"
+    starts = "import subprocess, sys; subprocess.Popen(['sleep', '1234.5']); open(sys.argv[1], 'w'); input()"
+    agent = command(["bash", "-c", f"sleep 99 | {shlex.join([sys.executable, '-c', starts, str(begun)])}"])
+
+    async def ended_early():
+        task = asyncio.ensure_future(agent("http://localhost/v1", {}))
+        while not begun.exists():
+            await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(asyncio.wait_for(ended_early(), 60))
+    left = [process for process in psutil.process_iter(["cmdline"]) if "1234.5" in (process.info["cmdline"] or [])]
+    assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []

@@ -86,7 +86,6 @@ def item(**given):
         ({"background": True}, "background", "background=true is not served here, only false"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "Leave it out"),
         ({"text": {"format": {"type": "json_object"}}}, "text.format", "text.format="),
-        ({"reasoning": {"effort": "high"}}, "reasoning.effort", 'only "none"'),
         ({"include": ["message.output_text.logprobs"]}, "include", '"message.output_text.logprobs" is not served'),
         ({"truncation": "auto"}, "truncation", 'only "disabled"'),
         ({"stop": ["."]}, "stop", "not served here"),
@@ -99,9 +98,10 @@ def test_what_cannot_be_served_is_named(changed, parameter, reason):
 
 
 def test_what_the_run_overrides_is_kept_for_the_log():
-    given = {"temperature": 0.3, "max_output_tokens": 5, "tool_choice": {"type": "function", "name": "add"}}
+    choice = {"type": "function", "name": "add"}
+    given = {"temperature": 0.3, "max_output_tokens": 5, "tool_choice": choice, "reasoning": {"effort": "high"}}
     asked = responses.read(ASKED | given)
-    assert asked.overridden == {"temperature": 0.3, "tool_choice": {"type": "function", "name": "add"}}
+    assert asked.overridden == {"temperature": 0.3, "tool_choice": choice, "reasoning.effort": "high"}
     assert asked.max_tokens == 5
     assert responses.read(ASKED | {"tools": FLAT, "tool_choice": "auto"}).tools
     assert not responses.read(ASKED | {"tools": FLAT, "tool_choice": "none"}).tools

@@ -4,6 +4,7 @@ from ..rollout_func import episode_reward
 
 try:
     from .agents import agents
+    from .command import command
 except ModuleNotFoundError as missing:
     if missing.name not in ("starlette", "uvicorn"):
         raise
@@ -11,4 +12,4 @@ except ModuleNotFoundError as missing:
         f"The endpoint for agents needs {missing.name}: pip install 'trlx-hybrid-multiturn[gateway]'."
     ) from missing
 
-__all__ = ["agents", "episode_reward"]
+__all__ = ["agents", "command", "episode_reward"]

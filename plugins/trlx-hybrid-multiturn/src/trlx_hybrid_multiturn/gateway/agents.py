@@ -112,8 +112,8 @@ class Agents(EpisodeRollout):
                 )
             else:
                 logger.warning(
-                    "An agent asks for %s=%r, which would constrain what the model samples. It samples freely here, "
-                    "and log-probs are computed without constraints.",
+                    "An agent asks for %s=%r. The run decides this, not the request: the model samples freely, from "
+                    "prompts that the run's chat template renders.",
                     name,
                     given[name],
                 )

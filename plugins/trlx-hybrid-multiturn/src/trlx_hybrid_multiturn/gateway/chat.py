@@ -29,7 +29,7 @@ HONOURED = (
     "n",
     "logprobs",
 )
-OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "seed", "tool_choice")
+OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "seed", "tool_choice", "reasoning_effort", "verbosity")
 """Parameters that change the distribution. The run's settings hold, with which log-probs are computed, and the model
 chooses whether it calls a tool, and how. The value "none" of `tool_choice` is honoured: no tools are shown. A function
 that is `strict` is served as any other, and this is said."""
@@ -53,7 +53,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "reasoning_effort": ("none",),
     "verbosity": ("medium",),
 }
-"""Parameters that are served with these values only, which change nothing. None is one of them everywhere."""
+"""Values of parameters that change nothing. None is one of them everywhere."""
 ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -71,6 +71,7 @@ def read(body: Any) -> Asked:
     choice = given.pop("tool_choice", "auto")
     if choice not in ("auto", "none"):
         given["tool_choice"] = choice
+    functions = [tool["function"] for tool in given.get("tools", [])]
     limits = [limit_of(name, given[name]) for name in ("max_tokens", "max_completion_tokens") if name in given]
     return Asked(
         messages=[_message(number, message) for number, message in enumerate(messages_of(given))],
@@ -79,7 +80,7 @@ def read(body: Any) -> Asked:
         stop=stops_of("stop", given.get("stop", [])),
         choices=limit_of("n", given.get("n", 1)),
         logprobs=_switch("logprobs", given.get("logprobs", False)),
-        overridden=overridden_of(given, OVERRIDDEN, strict=[tool["function"] for tool in given.get("tools", [])]),
+        overridden=overridden_of(given, OVERRIDDEN, NEUTRAL, strict=functions),
     )
 
 

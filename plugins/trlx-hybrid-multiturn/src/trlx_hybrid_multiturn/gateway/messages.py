@@ -14,11 +14,11 @@ from typing import Any
 
 from .asked import Asked, Message, Said
 from .errors import RefusedError
-from .reading import checked, limit_of, messages_of, overridden_of, stops_of, text_of
+from .reading import by_members, checked, limit_of, messages_of, overridden_of, stops_of, text_of
 from .seat import CUT
 
 HONOURED = ("messages", "system", "tools", "max_tokens", "stop_sequences", "stream", "model")
-OVERRIDDEN = ("temperature", "top_p", "top_k", "tool_choice")
+OVERRIDDEN = ("temperature", "top_p", "top_k", "tool_choice", "thinking", "output_config.effort")
 """Parameters that change the distribution. The run's settings hold, with which log-probs are computed, and the model
 chooses whether it calls a tool. The type "none" of `tool_choice` is honoured: no tools are shown."""
 WITHOUT_EFFECT = (
@@ -31,7 +31,9 @@ WITHOUT_EFFECT = (
     "speed",
 )
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {"thinking": ({"type": "disabled"},)}
-"""Parameters that are served with these values only, which change nothing."""
+"""Values of parameters that change nothing. None is one of them everywhere."""
+OBJECTS = ("output_config",)
+"""Parameters that are checked by their members."""
 SILENT = ("thinking", "redacted_thinking")
 """Blocks of the model's messages that are not shown to it again."""
 
@@ -45,7 +47,7 @@ def read(body: Any) -> Asked:
     Raises:
         RefusedError: the request is not one that is served; names the parameter.
     """
-    given = checked(body, (*HONOURED, *OVERRIDDEN, *WITHOUT_EFFECT), NEUTRAL)
+    given = checked(by_members(body, OBJECTS), (*HONOURED, *OVERRIDDEN, *WITHOUT_EFFECT), NEUTRAL)
     choice = given.pop("tool_choice", {"type": "auto"})
     kind = choice.get("type") if isinstance(choice, dict) else choice
     if kind not in ("auto", "none"):
@@ -62,7 +64,7 @@ def read(body: Any) -> Asked:
         tools=[] if kind == "none" else _tools(given.get("tools", [])),
         max_tokens=limit_of("max_tokens", given["max_tokens"]) if "max_tokens" in given else None,
         stop=stops_of("stop_sequences", given.get("stop_sequences", [])),
-        overridden=overridden_of(given, OVERRIDDEN, strict=given.get("tools", [])),
+        overridden=overridden_of(given, OVERRIDDEN, NEUTRAL, strict=given.get("tools", [])),
     )
 
 

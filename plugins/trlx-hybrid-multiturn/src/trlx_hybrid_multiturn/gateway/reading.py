@@ -15,7 +15,7 @@ def checked(body: Any, known: Collection[str], neutral: Mapping[str, tuple[Any, 
     Args:
         body: the request's JSON.
         known: parameters that are served.
-        neutral: parameters that are served with certain values only.
+        neutral: values of parameters that change nothing. A parameter that is not known is served with these only.
 
     Raises:
         RefusedError: a parameter is not served, or its value is not.
@@ -24,12 +24,36 @@ def checked(body: Any, known: Collection[str], neutral: Mapping[str, tuple[Any, 
         raise RefusedError("The body is no JSON object.")
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
+        if name in known:
+            continue
         if name in neutral and value not in neutral[name]:
             served = " or ".join(json.dumps(each) for each in neutral[name])
             raise RefusedError(f"{name}={json.dumps(value)} is not served here, only {served}.", parameter=name)
-        if name not in known and name not in neutral:
+        if name not in neutral:
             raise RefusedError(f"The parameter {name!r} is not served here. Leave it out.", parameter=name)
     return given
+
+
+def by_members(body: Any, objects: Collection[str]) -> Any:
+    """Return a request in which the members of some parameters are parameters of their own.
+
+    Args:
+        body: the request's JSON.
+        objects: the names of these parameters.
+
+    Raises:
+        RefusedError: one of them is no object.
+    """
+    if not isinstance(body, dict):
+        return body
+    members: dict[str, Any] = {}
+    for name in objects:
+        if body.get(name) is None:
+            continue
+        if not isinstance(body[name], dict):
+            raise RefusedError(f"{name}={json.dumps(body[name])}: it is an object.", parameter=name)
+        members |= {f"{name}.{member}": value for member, value in body[name].items()}
+    return {name: value for name, value in body.items() if name not in objects} | members
 
 
 def messages_of(given: Mapping[str, Any]) -> list[Any]:
@@ -47,15 +71,21 @@ def messages_of(given: Mapping[str, Any]) -> list[Any]:
     return messages
 
 
-def overridden_of(given: Mapping[str, Any], names: Collection[str], strict: Iterable[Any] = ()) -> dict[str, Any]:
+def overridden_of(
+    given: Mapping[str, Any],
+    names: Collection[str],
+    neutral: Mapping[str, tuple[Any, ...]],
+    strict: Iterable[Any] = (),
+) -> dict[str, Any]:
     """Return the parameters of a request whose place the run's own settings take.
 
     Args:
         given: the request's parameters.
         names: those that the run overrides.
-        strict: its functions; their member `strict` asks for calls by a grammar.
+        neutral: values of parameters that change nothing.
+        strict: the request's functions; their member `strict` asks for calls by a grammar.
     """
-    found = {name: given[name] for name in names if name in given}
+    found = {name: given[name] for name in names if name in given and given[name] not in neutral.get(name, ())}
     return found | ({"strict": True} if any(function.get("strict") for function in strict) else {})
 
 

@@ -17,10 +17,10 @@ from typing import Any
 from . import chat
 from .asked import Asked, Message, Said
 from .errors import RefusedError
-from .reading import checked, limit_of, overridden_of, text_of
+from .reading import by_members, checked, limit_of, overridden_of, text_of
 
 HONOURED = ("input", "instructions", "tools", "max_output_tokens", "stream", "model")
-OVERRIDDEN = chat.OVERRIDDEN
+OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "seed", "tool_choice", "reasoning.effort", "text.verbosity")
 """Parameters that change the distribution. The run's settings hold, with which log-probs are computed, and the model
 chooses whether it calls a tool. The value "none" of `tool_choice` is honoured: no tools are shown."""
 WITHOUT_EFFECT = (
@@ -53,7 +53,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
-"""Parameters that are served with these values only, which change nothing. None is one of them everywhere."""
+"""Values of parameters that change nothing. None is one of them everywhere."""
 INCLUDE = (
     "file_search_call.results",
     "web_search_call.results",
@@ -92,7 +92,7 @@ def read(body: Any) -> Asked:
     Raises:
         RefusedError: the request is not one that is served; names the parameter.
     """
-    given = checked(_by_members(body), (*HONOURED, *OVERRIDDEN, *WITHOUT_EFFECT), NEUTRAL)
+    given = checked(by_members(body, OBJECTS), (*HONOURED, *OVERRIDDEN, *WITHOUT_EFFECT), NEUTRAL)
     _check_include(given.get("include", []))
     tools = _tools(given.get("tools", []))
     choice = given.pop("tool_choice", "auto")
@@ -104,22 +104,8 @@ def read(body: Any) -> Asked:
         messages=messages + _messages(given.get("input")),
         tools=[] if choice == "none" else tools,
         max_tokens=limit_of("max_output_tokens", given["max_output_tokens"]) if "max_output_tokens" in given else None,
-        overridden=overridden_of(given, OVERRIDDEN, strict=given.get("tools", [])),
+        overridden=overridden_of(given, OVERRIDDEN, NEUTRAL, strict=given.get("tools", [])),
     )
-
-
-def _by_members(body: Any) -> Any:
-    """Return a request in which the members of `OBJECTS` are parameters of their own."""
-    if not isinstance(body, dict):
-        return body
-    members: dict[str, Any] = {}
-    for name in OBJECTS:
-        if body.get(name) is None:
-            continue
-        if not isinstance(body[name], dict):
-            raise RefusedError(f"{name}={json.dumps(body[name])}: it is an object.", parameter=name)
-        members |= {f"{name}.{member}": value for member, value in body[name].items()}
-    return {name: value for name, value in body.items() if name not in OBJECTS} | members
 
 
 def _check_include(include: Any) -> None:

@@ -536,6 +536,47 @@ def test_200_episodes_at_once(train):
     assert done.trainer.state.log_history[0]["hybrid/trajectories/failed"] == 0
 
 
+async def completes(base_url, row):
+    """Goes on with a text, and with token ids, in two turns each; then with a text that ended at a stop."""
+    client, text = CLIENT.with_options(base_url=base_url), "Question: " + row["prompt"][0]["content"]
+    ids = None
+    for _ in range(2):
+        done = await client.completions.create(
+            model="any", prompt=ids or text, max_tokens=4, extra_body={"return_token_ids": True}, logprobs=0
+        )
+        (choice,) = done.choices
+        assert len(choice.token_ids) == len(choice.logprobs.tokens) == done.usage.completion_tokens <= 4
+        ids = [*choice.prompt_token_ids, *choice.token_ids, 40]
+    for turn in range(3):
+        parts = await client.completions.create(
+            model="any", prompt=text, max_tokens=30, stop=["a", "e"] if turn else None, stream=True
+        )
+        text += "".join([part.choices[0].text async for part in parts]) + " and"
+    return float(len(text))
+
+
+def test_texts_and_token_ids_are_continued_without_a_chat_template(train):
+    """The ids of the first answer and the text that is asked again begin branches, and so does a text after a stop."""
+    done, batches = train(completes, max_steps=1, max_completion_length=1000)
+    log = done.trainer.state.log_history[0]
+    assert (log["hybrid/trajectories/failed"], log["hybrid/turns/mean"]) == (0, 5)
+    tokenizer, find = done.trainer.processing_class, done.trainer.rollout_func.branches
+    for trajectory in batches[0]:
+        ids = trajectory.completion_ids
+        (first, tokens), *_ = begins = find(trajectory.prompt_ids, ids)
+        assert ids[first : first + tokens] == [*trajectory.prompt_ids, *ids[:first], 40]  # the very same tokens
+        for at, length in begins:
+            model = chatty_model(chat_tokenizer(TURNS), TURNS).eval()
+            end = min([place for place, _ in begins if place > at], default=len(ids))
+            with torch.no_grad():
+                scored = model(torch.tensor([ids[at:end]])).logits[0].log_softmax(-1)
+            for place in range(at + length, end):
+                if trajectory.loss_mask[place]:
+                    wanted = scored[place - at - 1, ids[place]].item()
+                    assert trajectory.logprobs[place] == pytest.approx(wanted, abs=1e-5)
+    assert tokenizer.decode(batches[0][0].prompt_ids).startswith("Question: ")
+
+
 PROGRAM = """
 import json, os, sys
 from openai import OpenAI

@@ -94,7 +94,7 @@ def answering(seat, *texts):
         if isinstance(event, Turn):
             message = {"role": "assistant", "content": texts.pop(0)}
             seat.take(take)
-            seat.answer(event, Said(message=message, length=False, prompt_tokens=1, completion_tokens=1))
+            seat.answer(event, Said(message=message, length=False, prompt_ids=[1], token_ids=[2]))
 
     seat.take(take)
     return events

@@ -31,7 +31,7 @@ SAID = {
 
 def said(name, length=False):
     message = {"role": "assistant", **SAID[name]}
-    return Said(message=message, length=length, prompt_tokens=3, completion_tokens=2)
+    return Said(message=message, length=length, prompt_ids=[1, 2, 3], token_ids=[4, 5])
 
 
 def test_no_parameter_of_the_official_client_is_ignored():

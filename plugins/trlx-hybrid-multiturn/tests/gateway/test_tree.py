@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from trlx_hybrid_multiturn.gateway.asked import Asked
+from trlx_hybrid_multiturn.gateway.asked import Asked, compared
 from trlx_hybrid_multiturn.gateway.errors import RefusedError
 from trlx_hybrid_multiturn.gateway.tree import Tree
 
@@ -35,7 +35,7 @@ def test_the_branch_and_what_is_new_are_the_whole_request(seed):
             if place.after is None or place.after[0] != place.branch:
                 branches[place.branch] = []
             branches[place.branch].append([*before, *place.new, said])
-            tree.answered(place, said)
+            tree.answered(place, [compared(said)])
             histories.append([*asked.messages, said])
         else:
             history = chance.choice(histories)
@@ -55,7 +55,7 @@ def test_the_branch_and_what_is_new_are_the_whole_request(seed):
 def test_a_message_is_continued_once_and_then_branches():
     tree = Tree(PROMPT)
     first = tree.placed(ask(*PROMPT))
-    tree.answered(first, says("one"))
+    tree.answered(first, [compared(says("one"))])
     second = tree.placed(ask(*PROMPT, says("one"), "more"))
     beside = tree.placed(ask(*PROMPT, says(" one"), "less"))  # the second is still being sampled
     assert (first.branch, second.branch, beside.branch) == (0, 0, 1)
@@ -81,7 +81,7 @@ def test_the_rows_own_conversation_is_numbered_as_an_environments_turns_are():
     for turn in range(3):
         place = tree.placed(ask(*messages))
         assert place.draw == turn
-        tree.answered(place, says("yes"))
+        tree.answered(place, [compared(says("yes"))])
         messages += [says("yes"), {"role": "user", "content": "and?"}]
     assert tree.placed(ask(*PROMPT)).draw > 3
 
@@ -91,6 +91,6 @@ def test_where_there_may_be_one_branch_its_continuation_is_served_and_no_other()
     place = tree.placed(ask("hello"))
     with pytest.raises(RefusedError, match="one conversation for an episode"):
         tree.placed(ask("hello"))
-    tree.answered(place, says("yes"))
+    tree.answered(place, [compared(says("yes"))])
     assert tree.placed(ask("hello", says("yes"), "more")).branch == 0
     assert "one conversation" in tree.refusal

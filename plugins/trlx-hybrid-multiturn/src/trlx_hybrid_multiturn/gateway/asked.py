@@ -10,28 +10,52 @@ from typing import Any
 Message = dict[str, Any]
 """A chat message, as transformers' chat templates take it."""
 
+Raw = str | list[int]
+"""A prompt without a chat template: a text, or token ids."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """One request for the model's next message.
 
     Attributes:
-        messages: the conversation so far.
+        messages: the conversation so far; none where it is `raw`.
+        raw: the conversation so far as a prompt without a chat template; None where it consists of messages.
         tools: the tools that the model is offered, as JSON schemas.
         max_tokens: the largest number of tokens of the message; None for as many as the run allows.
         stop: texts at the first of which the message ends.
         choices: the number of messages that are asked for, each sampled by itself.
-        logprobs: whether the answer lists the sampled tokens with their log-probs.
+        logprobs: whether the answer lists the texts and log-probs of the sampled tokens.
         overridden: parameters of the request whose place the run's own settings take.
     """
 
-    messages: Sequence[Message]
+    messages: Sequence[Message] = ()
+    raw: Raw | None = None
     tools: Sequence[Mapping[str, Any]] = ()
     max_tokens: int | None = None
     stop: Sequence[str] = ()
     choices: int = 1
     logprobs: bool = False
     overridden: Mapping[str, Any] = field(default_factory=dict)
+
+    def compared(self) -> list[Any]:
+        """Return the conversation as a list whose beginnings are compared with what was said: of its messages, of the
+        characters of a text, or of token ids."""
+        if self.raw is not None:
+            return [*self.raw]
+        return [compared(message) for message in self.messages]
+
+    def after(self, begun: int) -> Sequence[Message]:
+        """Return what follows the first elements of `compared`, as messages. Of a prompt without a chat template, it is
+        one message of the user's, whose content is a text or token ids."""
+        if self.raw is None:
+            return self.messages[begun:]
+        return [{"role": "user", "content": self.raw[begun:]}]
+
+    @property
+    def form(self) -> list[Any]:
+        """What two requests of one conversation have in common: their tools, and how their prompts are given."""
+        return [type(self.raw).__name__, *self.tools]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,16 +66,41 @@ class Said:
         message: the message, with "tool_calls" where it has some.
         length: whether the message ended at a limit of tokens.
         stop: the text of `Asked.stop` at which the message ended, which is not part of it; None where it did not.
-        prompt_tokens, completion_tokens: the tokens before it, and its own.
+        prompt_ids, token_ids: the tokens before it, and its own.
         logprobs: text and log-prob of each of its tokens, after temperature; None where the request does not ask.
     """
 
     message: Message
     length: bool
-    prompt_tokens: int
-    completion_tokens: int
+    prompt_ids: Sequence[int]
+    token_ids: Sequence[int]
     stop: str | None = None
     logprobs: Sequence[tuple[str, float]] | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The number of tokens before it."""
+        return len(self.prompt_ids)
+
+    @property
+    def completion_tokens(self) -> int:
+        """The number of its tokens."""
+        return len(self.token_ids)
+
+    def compared(self, asked: Asked) -> list[Any]:
+        """Return the message as the elements that follow those of a request's `Asked.compared`.
+
+        A text without a chat template that ended at a `stop` gets a last element that no request has. A client would
+        send the stop again, which is among the tokens already, so nothing can continue these.
+
+        Args:
+            asked: the request that it answers.
+        """
+        if asked.raw is None:
+            return [compared(self.message)]
+        if isinstance(asked.raw, list):
+            return [*self.token_ids]
+        return [*self.message["content"], *([] if self.stop is None else [None])]
 
 
 def compared(message: Mapping[str, Any]) -> Any:

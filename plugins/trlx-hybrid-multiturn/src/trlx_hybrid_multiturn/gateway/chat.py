@@ -15,7 +15,7 @@ from typing import Any
 
 from .asked import Asked, Message, Said
 from .errors import RefusedError
-from .reading import checked, limit_of, messages_of, overridden_of, stops_of, text_of
+from .reading import checked, limit_of, messages_of, overridden_of, stops_of, switch_of, text_of
 
 HONOURED = (
     "messages",
@@ -79,15 +79,9 @@ def read(body: Any) -> Asked:
         max_tokens=min(limits, default=None),
         stop=stops_of("stop", given.get("stop", [])),
         choices=limit_of("n", given.get("n", 1)),
-        logprobs=_switch("logprobs", given.get("logprobs", False)),
+        logprobs=switch_of("logprobs", given.get("logprobs", False)),
         overridden=overridden_of(given, OVERRIDDEN, NEUTRAL, strict=functions),
     )
-
-
-def _switch(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise RefusedError(f"{name}={json.dumps(value)}: it is true or false.", parameter=name)
-    return value
 
 
 def _tools(tools: Any) -> list[Mapping[str, Any]]:
@@ -148,7 +142,7 @@ def written(body: Mapping[str, Any], choices: Sequence[Said], number: str) -> di
             }
             for index, said in enumerate(choices)
         ],
-        "usage": _usage(choices),
+        "usage": usage_of(choices),
     }
 
 
@@ -172,7 +166,7 @@ def streamed(body: Mapping[str, Any], choices: Sequence[Said], number: str) -> I
             yield {**head, "choices": [{**told, "delta": {"tool_calls": calls}}], **rest}
         yield {**head, "choices": [{**told, "delta": {}, "finish_reason": ended}], **rest}
     if usage:
-        yield {**head, "choices": [], "usage": _usage(choices)}
+        yield {**head, "choices": [], "usage": usage_of(choices)}
 
 
 def refused(error: RefusedError) -> dict[str, Any]:
@@ -223,7 +217,12 @@ def _logprobs(said: Said) -> dict[str, Any] | None:
     }
 
 
-def _usage(choices: Sequence[Said]) -> dict[str, int]:
+def usage_of(choices: Sequence[Said]) -> dict[str, int]:
+    """Return the counts of tokens of an answer.
+
+    Args:
+        choices: the model's messages.
+    """
     prompt, sampled = choices[0].prompt_tokens, sum(said.completion_tokens for said in choices)
     return {
         "prompt_tokens": prompt,

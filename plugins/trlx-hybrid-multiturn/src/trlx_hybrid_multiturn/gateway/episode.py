@@ -19,7 +19,7 @@ from ..episode import Episode, rendered
 from ..loop import CallTool, Generate, Outcome, Start
 from ..tokens import TemplateTokens
 from ..tool_calls import LostCallError
-from .asked import Said
+from .asked import Asked, Said
 from .branch import Branch, joined
 from .errors import RefusedError
 from .parsing import Parser
@@ -223,8 +223,8 @@ class AgentEpisode(Episode):
         return Said(
             message=message,
             length=completion.finish_reason == "length",
-            prompt_tokens=len(context),
-            completion_tokens=len(completion.token_ids),
+            prompt_ids=context,
+            token_ids=completion.token_ids,
             stop=None if stopped is None else stopped[1],
             logprobs=self._parser.listed(completion) if asked.logprobs else None,
         )
@@ -249,11 +249,10 @@ class AgentEpisode(Episode):
                 "tokenizer's response_schema.",
                 parameter="tools",
             )
-        tokens = self._tokens(asked.tools)
         if self._first is None:
             self._first = place.branch
         if place.after is None:
-            prompt = rendered(tokens.prompt, list(asked.messages))
+            prompt = self._prompt_of(asked)
             first = place.branch == self._first
             if first and len(prompt) >= self.limits.model_tokens:
                 raise EngineError(
@@ -263,10 +262,20 @@ class AgentEpisode(Episode):
             return Opened(branch=None, context=prompt, new=[] if first else prompt)
         number, spoken = place.after
         before, cut = self._branches[number].until(spoken)
-        shown = rendered(functools.partial(tokens.observation, cut=cut), list(place.new), before[-1])
+        if asked.raw is None:
+            render = functools.partial(self._tokens(asked.tools).observation, cut=cut)
+            shown = rendered(render, list(place.new), before[-1])
+        else:
+            shown = self._parser.ids(place.new[0]["content"], begins=False)
         if number == place.branch:
             return Opened(branch=self._branches[number], context=[*before, *shown], new=shown)
         return Opened(branch=None, context=[*before, *shown], new=[*before, *shown])
+
+    def _prompt_of(self, asked: Asked) -> list[int]:
+        """Return the token ids of a request that begins a conversation."""
+        if asked.raw is None:
+            return rendered(self._tokens(asked.tools).prompt, list(asked.messages))
+        return self._parser.ids(asked.raw, begins=True)
 
     def _room(self, opened: Opened) -> int | None:
         """Return how many tokens of the row's completion are left for the model's next message; None for as many as the

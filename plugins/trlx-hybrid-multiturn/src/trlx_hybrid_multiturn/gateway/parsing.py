@@ -13,7 +13,7 @@ from trlx_hybrid.contract.conversation import Message
 from trlx_hybrid.contract.types import Completion
 from trlx_hybrid.episodes.tokenizer import own_tokenizer
 
-from .asked import Asked
+from .asked import Asked, Raw
 
 SCHEMAS = ("response_template", "response_schema")
 """The attributes of a tokenizer that tell transformers how a response is parsed."""
@@ -76,6 +76,17 @@ class Parser:
         stop = said(tokens)
         assert stop is not None
         return tokens, stop
+
+    def ids(self, raw: Raw, *, begins: bool) -> list[int]:
+        """Return a text without a chat template as token ids.
+
+        Args:
+            raw: the text, or its ids.
+            begins: whether a conversation begins with it, so that it gets the tokenizer's special tokens.
+        """
+        if not isinstance(raw, str):
+            return list(raw)
+        return list(self._tokenizer.encode(raw, add_special_tokens=begins))
 
     def listed(self, completion: Completion) -> list[tuple[str, float]]:
         """Return the text and the log-prob of each token of a turn. The text of a token that is part of a character

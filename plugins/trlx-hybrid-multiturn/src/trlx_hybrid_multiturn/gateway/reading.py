@@ -100,6 +100,17 @@ def limit_of(name: str, value: Any) -> int:
     return value
 
 
+def switch_of(name: str, value: Any) -> bool:
+    """Return a parameter that is true or false.
+
+    Raises:
+        RefusedError: it is neither.
+    """
+    if not isinstance(value, bool):
+        raise RefusedError(f"{name}={json.dumps(value)}: it is true or false.", parameter=name)
+    return value
+
+
 def stops_of(name: str, value: Any) -> list[str]:
     """Return the texts at which a message is to end.
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .asked import Asked, Said, compared
+from .asked import Asked, Said
 from .errors import RefusedError
 from .tree import Place, Tree
 
@@ -82,8 +82,7 @@ class Seat:
         Raises:
             RefusedError: there is no room for a message, the episode is over, or it may have one branch only.
         """
-        messages = [compared(message) for message in asked.messages]
-        key = json.dumps([messages, list(asked.tools), asked.logprobs, choice], default=str)
+        key = json.dumps([asked.compared(), asked.form, asked.logprobs, choice], default=str)
         if again is not False and key in self._answers:
             return await asyncio.shield(self._answers[key])
         if self._over is not None:
@@ -120,7 +119,7 @@ class Seat:
         """Answer a request. Its answer can be continued from then on."""
 
         def told() -> None:
-            self._tree.answered(turn.place, said.message)
+            self._tree.answered(turn.place, said.compared(turn.asked))
             if not turn.answer.done():
                 turn.answer.set_result(said)
 

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from . import chat, messages, responses
+from . import chat, completions, messages, responses
 from .errors import RefusedError
 from .seat import Seat
 
@@ -70,6 +70,7 @@ class Gateway:
             routes=[
                 Route("/{secret}/v1/models", self._models),
                 Route("/{secret}/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/{secret}/v1/completions", self._completions, methods=["POST"]),
                 Route("/{secret}/v1/responses", self._responses, methods=["POST"]),
                 Route("/{secret}/v1/messages", self._messages, methods=["POST"]),
                 Route("/{secret}/v1/messages/count_tokens", self._count, methods=["POST"]),
@@ -94,6 +95,9 @@ class Gateway:
 
     async def _responses(self, request: Request) -> Response:
         return await self._answered(request, responses, _events)
+
+    async def _completions(self, request: Request) -> Response:
+        return await self._answered(request, completions, _chunks)
 
     async def _messages(self, request: Request) -> Response:
         return await self._answered(request, messages, _events)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,12 +25,12 @@ class Place:
         branch: the number of the branch that gets the model's next message.
         after: the message of the model that the request continues, as the number of its branch and its number among the
             model's messages there; None where the request begins a conversation.
-        new: the messages that follow it.
+        new: the messages that follow it (`Asked.after`).
         draw: the number that, together with the row, determines the seed. It depends on what is asked and on how often
             the same was asked before, and not on the order of other requests, with one exception: in the conversation
             that begins with the row's prompt, the first continuation of each message is numbered as the turns of an
             environment are, so that both sample the same.
-        said: all messages of the request as they are compared.
+        said: the whole request as it is compared (`Asked.compared`).
     """
 
     branch: int
@@ -45,14 +45,14 @@ class Branch:
     """One branch, as requests are compared with it.
 
     Attributes:
-        tools: the tools that the model is offered.
+        form: the tools that the model is offered, and how prompts are given (`Asked.form`).
         plain: whether it is the conversation that begins with the row's prompt.
-        said: all messages of its conversation up to the model's last, as they are compared.
-        ends: for each message of the model in this branch, the number of messages up to it.
+        said: its conversation up to the model's last message, as it is compared.
+        ends: for each message of the model in this branch, the number of elements of `said` up to it.
         waits: whether a request of it has not been answered.
     """
 
-    tools: list[Any]
+    form: list[Any]
     plain: bool
     said: list[Any] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
@@ -87,24 +87,23 @@ class Tree:
         Raises:
             RefusedError: it begins a branch, and there may be one only.
         """
-        said = [compared(message) for message in asked.messages]
-        tools = list(asked.tools)
-        after = self._continued(said, tools)
+        said, form = asked.compared(), asked.form
+        after = self._continued(said, form)
         continues = after is not None and self._last(*after)
         plain = after is None and said == self._prompt and not any(branch.plain for branch in self._branches)
         number = after[0] if after is not None and continues else len(self._branches)
         if not continues:
             self._refuse_another()
-            self._branches.append(Branch(tools, plain))
+            self._branches.append(Branch(form, plain))
         branch = self._branches[number]
         branch.waits = True
-        key = json.dumps([said, tools], sort_keys=True, default=str)
+        key = json.dumps([said, form], sort_keys=True, default=str)
         before, self._draws[key] = self._draws[key], self._draws[key] + 1
         begun = 0 if after is None else self._branches[after[0]].ends[after[1]]
         return Place(
             branch=number,
             after=after,
-            new=asked.messages[begun:],
+            new=asked.after(begun),
             draw=len(branch.ends) if branch.plain else _draw(key, before),
             said=said,
         )
@@ -127,10 +126,15 @@ class Tree:
             parameter="messages",
         )
 
-    def answered(self, place: Place, message: Mapping[str, Any]) -> None:
-        """Note the model's message: it can be continued from then on."""
+    def answered(self, place: Place, said: Sequence[Any]) -> None:
+        """Note the model's message: it can be continued from then on.
+
+        Args:
+            place: the place of the request.
+            said: the message as it is compared (`Said.compared`).
+        """
         branch = self._branches[place.branch]
-        branch.said = [*place.said, compared(message)]
+        branch.said = [*place.said, *said]
         branch.ends.append(len(branch.said))
         branch.waits = False
 
@@ -140,13 +144,13 @@ class Tree:
         branch = self._branches[place.branch]
         branch.waits = not branch.ends
 
-    def _continued(self, said: Sequence[Any], tools: Sequence[Any]) -> tuple[int, int] | None:
+    def _continued(self, said: Sequence[Any], form: Sequence[Any]) -> tuple[int, int] | None:
         """Return the message of the model that a request continues, as `Place.after`: of several with equal histories,
         the first one that has no continuation."""
         found = [
             (end, self._last(number, turn), -number, turn)
             for number, branch in enumerate(self._branches)
-            if branch.tools == tools
+            if branch.form == form
             for turn, end in enumerate(branch.ends)
             if end < len(said) and branch.said[:end] == said[:end]
         ]

@@ -13,6 +13,7 @@ from trlx_hybrid.testing.processes import free_port
 from trlx_hybrid_multiturn import episode_reward, episodes
 from trlx_hybrid_multiturn.adapters.openenv import from_openenv
 from trlx_hybrid_multiturn.adapters.verifiers import from_verifiers
+from trlx_hybrid_multiturn.gateway import agents
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[3]
@@ -30,7 +31,7 @@ def interpreter(name):
 def train(run):
     """A step on these episodes, with a model that says one of `turns`: the columns that reward functions received."""
 
-    def start(factory, rows, turns):
+    def start(rollout, rows, turns, same=False):
         tokenizer, seen = chat_tokenizer(turns), {}
 
         def remember(completions, **columns):
@@ -43,7 +44,7 @@ def train(run):
             processing_class=tokenizer,
             train_dataset=Dataset.from_list(rows),
             reward_funcs=[episode_reward, remember],
-            rollout_func=episodes(factory),
+            rollout_func=rollout,
             hybrid={"engine": "vllm", "rollout": "multi_turn"},
             max_completion_length=400,
             vllm_max_model_length=800,
@@ -53,20 +54,32 @@ def train(run):
         )
         assert done.trainer.state.log_history[0]["hybrid/trajectories/failed"] == 0
         said = [[m["content"] for m in messages if m["role"] == "assistant"] for messages in seen["episode_messages"]]
-        assert len({len(each) for each in said}) > 1
+        assert same or len({len(each) for each in said}) > 1
         return seen, said
 
     return start
 
 
-def test_verifiers(train):
+@pytest.mark.parametrize("how", ["environment", "agent"])
+def test_verifiers(train, how):
     with contextlib.chdir(HERE):
         words = from_verifiers("number_words", python=interpreter("verifiers"))
-    seen, said = train(words, words.rows(), ["zero", "one", "two", "three", "four", "five", "No idea."])
+    rollout = episodes(words) if how == "environment" else agents(words.agent)
+    seen, said = train(rollout, words.rows(), ["zero", "one", "two", "three", "four", "five", "No idea."])
     for task, reward, texts in zip(map(json.loads, seen["task"]), seen["episode_reward"], said, strict=True):
         assert len(texts) == task["attempts"] or texts[-1] == task["word"]
         assert reward == 2.0 * (texts[-1] == task["word"]) - 0.5 * (len(texts) - 1)
     words.close()
+
+
+def test_two_agents_of_verifiers_are_branches(train):
+    """Each speaks in a conversation of its own, with the trained model."""
+    with contextlib.chdir(HERE):
+        riddles = from_verifiers("two_speakers", python=interpreter("verifiers"))
+    seen, said = train(agents(riddles.agent), riddles.rows(4), ["What is it?", "A stone."], same=True)
+    assert {len(texts) for texts in said} == {2}
+    assert all(reward is None for reward in seen["episode_reward"])
+    riddles.close()
 
 
 def test_openenv(train):
@@ -75,7 +88,7 @@ def test_openenv(train):
     try:
         game = from_openenv(f"http://127.0.0.1:{port}", columns=["seed"], connect_seconds=60)
         rows = [{"prompt": [{"role": "user", "content": ""}], "seed": seed} for seed in range(8)]
-        seen, said = train(game, rows, [str(number) for number in range(10)])
+        seen, said = train(episodes(game), rows, [str(number) for number in range(10)])
     finally:
         server.terminate()
         server.wait(30)

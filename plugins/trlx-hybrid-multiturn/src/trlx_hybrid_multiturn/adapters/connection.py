@@ -90,7 +90,7 @@ class Connection:
         """Send one request and wait for the answer, without a time limit: the caller cancels it at its deadline.
 
         Args:
-            kind: the request's type, "reset" or "step".
+            kind: the request's type, such as "reset" or "step".
             data: the request's content, values that JSON can hold.
 
         Returns:

@@ -51,8 +51,14 @@ def from_verifiers(
     ends it first: `max_completion_length`, or the `max_turns` of `episodes` or of `rollout_options`. To limit the
     turns and still get rewards, set `max_turns` in `env`.
 
-    Only conversations can be played. A trajectory ends with an error if the environment offers its agent tools, shows
-    it images, shortens the conversation, or lets two agents speak with the trained model.
+    With `episodes`, only conversations can be played. A trajectory ends with an error if the environment offers its
+    agent tools, shows it images, shortens the conversation, or lets two agents speak with the trained model. With
+    `agents`, verifiers asks the model itself, as it asks any server, so tools, rewritten conversations and several
+    agents are trained, too:
+
+        GRPOTrainer(
+            ..., train_dataset=words.dataset(), rollout_func=agents(words.agent), reward_funcs=episode_reward
+        )
 
     Args:
         taskset: verifiers' id of an installed taskset, or the name of a module in the current directory.
@@ -83,6 +89,22 @@ class Verifiers:
     def __call__(self) -> VerifiersEpisode:
         """Return a fresh environment for one episode. It connects to verifiers' process at `reset`."""
         return VerifiersEpisode(self._process.address)
+
+    async def agent(self, base_url: str, row: Row) -> float | None:
+        """Let verifiers play the task of a dataset's row with the model at an address, and return the sum of the
+        rewards of all its agents; None where verifiers gave none. For use with `trlx_hybrid_multiturn.gateway.agents`.
+
+        Args:
+            base_url: the address of OpenAI's API that asks the model.
+            row: the row.
+        """
+        connection = await _connected(self._process.address)
+        try:
+            told = await connection.ask("play", {"task": json.loads(row["task"]), "base_url": base_url})
+        finally:
+            await connection.close()
+        reward: float | None = told["reward"]
+        return reward
 
     def rows(self, size: int | None = None) -> list[dict[str, Any]]:
         """Return tasks as rows of a dataset, with the columns `prompt` (chat messages) and `task` (the task as JSON
@@ -140,8 +162,7 @@ class VerifiersEpisode:
     async def reset(self, row: Row) -> str | list[Message] | None:
         """Begin the task of a dataset's row, and return the text or messages that verifiers shows the model in addition
         to the row's prompt; None if verifiers adds nothing."""
-        name = "The verifiers process"
-        self._connection = await Connection.open(f"ws://{self._address}/episode", name, CONNECT_SECONDS)
+        self._connection = await _connected(self._address)
         begun = await self._connection.ask("reset", {"task": json.loads(row["task"])})
         if begun["done"]:
             raise ServerError("The episode was over before the model was asked.")
@@ -160,6 +181,15 @@ class VerifiersEpisode:
         """Close the connection. If the episode is not over, verifiers' process abandons the episode."""
         if self._connection is not None:
             await self._connection.close()
+
+
+async def _connected(address: str) -> Connection:
+    """Return a connection for one episode.
+
+    Args:
+        address: host, port and secret path of the server in verifiers' process.
+    """
+    return await Connection.open(f"ws://{address}/episode", "The verifiers process", CONNECT_SECONDS)
 
 
 def remainder(prompt: list[Message], asked: list[Message]) -> str | list[Message] | None:

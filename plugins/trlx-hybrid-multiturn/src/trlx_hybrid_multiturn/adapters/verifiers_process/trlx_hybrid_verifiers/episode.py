@@ -36,6 +36,23 @@ class ServedEpisode:
 
     # --- the trainer's side -----------------------------------------------------------------------------------------
 
+    async def play(self, task: JsonObject, context: Any) -> JsonObject:
+        """Play the whole episode with a model elsewhere.
+
+        Args:
+            task: the data of the task.
+            context: verifiers' model context, which says where the model is.
+
+        Returns:
+            "done" True, and "reward", the sum of the rewards of all agents.
+
+        Raises:
+            NotPlayableError: the episode failed; the text says why.
+        """
+        self._context = context
+        self._playing = asyncio.create_task(self._play(task))
+        return self._ended(await self._playing, [*self._traces.values()])
+
     async def go_on(self, kind: str, data: JsonObject) -> JsonObject:
         """Begin the episode, or pass on the model's reply to it; then wait for new messages for the model, or for the
         episode's end.
@@ -64,7 +81,7 @@ class ServedEpisode:
                 return {"messages": shown.result(), "done": False}
         finally:
             shown.cancel()
-        return self._ended(self._playing.result())
+        return self._ended(self._playing.result(), [self._traces[self._policy]] if self._policy else [])
 
     async def end(self) -> None:
         """Cancel the episode if it still runs, and remove it from the running episodes, because the trainer has closed
@@ -87,15 +104,23 @@ class ServedEpisode:
         self._traces[trace.id] = trace
         self._episodes[trace.id] = self
 
-    def _ended(self, episode: Any) -> JsonObject:
+    def _ended(self, episode: Any, traces: list[Any]) -> JsonObject:
+        """Return what the trainer is told at the end of an episode.
+
+        Args:
+            episode: verifiers' episode.
+            traces: the traces whose rewards count.
+
+        Raises:
+            NotPlayableError: the episode failed or cannot be trained on; the text says why.
+        """
         if self._refusal is not None:
             raise self._refusal
-        trace = self._traces.get(self._policy or "")
-        errors = [*episode.errors, *(trace.errors if trace is not None else [])]
-        if not episode.ok or trace is None:
+        errors = [*episode.errors, *(error for trace in traces for error in trace.errors)]
+        if not episode.ok or not traces:
             told = f"{errors[-1].type}: {errors[-1].message}" if errors else "it never asked the model"
             raise NotPlayableError(f"the episode failed: {told}")
-        rewards = [reward.value for reward in trace.rewards.values() if reward is not None]
+        rewards = [reward.value for trace in traces for reward in trace.rewards.values() if reward is not None]
         return {"done": True, "reward": sum(rewards) if rewards else None}
 
     # --- verifiers' side --------------------------------------------------------------------------------------------

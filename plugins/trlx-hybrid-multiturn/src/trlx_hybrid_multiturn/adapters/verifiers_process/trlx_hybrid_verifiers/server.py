@@ -1,7 +1,8 @@
 """A local HTTP server that serves episodes to the trainer, and the trainer's model to verifiers.
 
 GET /SECRET/tasks                    the taskset's rows, for the trainer
-/SECRET/episode                      a websocket: the messages of `adapters/connection.py`, one episode each
+/SECRET/episode                      a websocket: the messages of `adapters/connection.py`, one episode each;
+                                     "play" plays an episode with a model at an address of its own
 POST /SECRET/v1/chat/completions     verifiers asks the model; the trainer answers through the episode's websocket
 """
 
@@ -60,9 +61,7 @@ class Server:
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         port = runner.addresses[0][1]
-        # No variable has that name: no key is needed, so the user's is not read.
-        model = EvalClientConfig(base_url=f"http://127.0.0.1:{port}/{self._secret}/v1", api_key_var="TRLX_HYBRID_NONE")
-        self.context = ModelContext(model="policy", client=model)
+        self.context = _context(f"http://127.0.0.1:{port}/{self._secret}/v1")
         async with self.env.serving():
             ready(port)
             await asyncio.Event().wait()
@@ -122,9 +121,24 @@ class Server:
         )
 
 
+def _context(base_url: str) -> ModelContext:
+    """Return verifiers' model context for the trained model.
+
+    Args:
+        base_url: the address of OpenAI's API that asks it.
+    """
+    # No variable has that name: no key is needed, so the user's is not read.
+    return ModelContext(model="policy", client=EvalClientConfig(base_url=base_url, api_key_var="TRLX_HYBRID_NONE"))
+
+
 async def _answer(socket: web.WebSocketResponse, episode: ServedEpisode, asked: JsonObject) -> None:
     try:
-        answer = {"type": "observation", "data": await episode.go_on(asked["type"], asked["data"])}
+        data = asked["data"]
+        if asked["type"] == "play":
+            told = await episode.play(data["task"], _context(data["base_url"]))
+        else:
+            told = await episode.go_on(asked["type"], data)
+        answer = {"type": "observation", "data": told}
     except NotPlayableError as error:
         answer = {"type": "error", "data": {"message": str(error)}}
     except Exception as error:  # an error of the task: it ends the trajectory

@@ -3,7 +3,8 @@
     pip install 'trlx-hybrid-multiturn[gateway]' openai
     accelerate launch examples/agent.py
 
-Add `--use_peft --lora_target_modules all-linear` for LoRA, and `--num_processes 2` before the script for two processes.
+Add `--use_peft --lora_target_modules all-linear` for LoRA. On a CPU, `OMP_NUM_THREADS=1 torchrun --standalone
+--nproc_per_node 2 examples/agent.py --use_cpu` trains with two processes.
 
 `solve` is an agent as it is written for any server with OpenAI's API: its client asks, its loop runs the calculator,
 and its last message is the answer. `agents` gives it the address of the engine in this process. The model is trained on

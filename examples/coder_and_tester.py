@@ -127,7 +127,8 @@ def learn_from_demonstrations(
     """Train the small model from scratch with TRL's SFTTrainer, on programs and tests alike."""
     set_seed(config.seed)
     rng = random.Random(config.seed)
-    sft = demonstration_config(f"{config.output_dir}/demonstrated", script.sft_steps, config.seed)
+    folder = f"{config.output_dir}/demonstrated"
+    sft = demonstration_config(folder, script.sft_steps, config.seed, use_cpu=config.use_cpu)
     rows = []
     for _ in range(sft.max_steps * sft.per_device_train_batch_size):
         task, speaker = rng.choice(tasks), rng.choice(list(ASKS))

@@ -85,7 +85,8 @@ def learn_from_demonstrations(
     """Train a small model from scratch with TRL's SFTTrainer, on what the assistant says in demonstrations."""
     set_seed(config.seed)
     rng = random.Random(config.seed)
-    sft = demonstration_config(f"{config.output_dir}/demonstrated", steps, config.seed, assistant_only_loss=True)
+    more = {"assistant_only_loss": True, "use_cpu": config.use_cpu}
+    sft = demonstration_config(f"{config.output_dir}/demonstrated", steps, config.seed, **more)
     demonstrations = Dataset.from_list(
         [{"messages": demonstrate(rng)} for _ in range(steps * sft.per_device_train_batch_size)]
     )

@@ -101,6 +101,22 @@ def test_a_single_process_that_asks_for_fsdp_is_told_that_it_is_one(run, monkeyp
     assert f"{HELD}this is the only process. Start several processes with" in "\n".join(header)
 
 
+def test_a_process_that_was_not_connected_with_the_others_is_told_that_it_trains_by_itself(run, monkeypatch):
+    """As where a script on CPUs makes a trainer without use_cpu, and its processes train a model each."""
+
+    class Alone(GRPOTrainer):
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            monkeypatch.setenv("WORLD_SIZE", "2")
+
+    found = run(Alone, max_steps=1).trainer.session.header_lines
+    monkeypatch.delenv("WORLD_SIZE")
+    (said,) = [line for line in found if line.startswith("processes: ")]
+    assert "2 were started (WORLD_SIZE), and this one trains by itself. On CPUs, use_cpu=True is needed" in said
+    others = run(GRPOTrainer, max_steps=1).trainer.session.header_lines
+    assert not any(line.startswith("processes: ") for line in others)
+
+
 def test_a_resumed_run_samples_what_the_uninterrupted_one_did(tmp_path, single):
     checkpoint = next(Path(p) for p in [single[0]["folder"]]) / "run0" / "checkpoint-2"
     resumed = launch(tmp_path / "out", 1, f"resume={checkpoint}")

@@ -4,6 +4,8 @@ import os
 import random
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,21 @@ def test_toys_run_to_their_report(tmp_path, script, chosen, flags):
     assert len(REPORT.findall(done.stdout)) == 1
     assert (tmp_path / "model.safetensors").exists()
     assert (tmp_path / "reward.png").exists()
+
+
+@pytest.mark.slow
+def test_an_agent_trains_an_adapter_on_two_processes(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    flags = "--num_tasks 16 --num_heldout 4 --use_peft --lora_target_modules all-linear"
+    command += [EXAMPLES / "agent.py", *SHORT.split(), *flags.split(), "--output_dir", tmp_path]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "weights=lora" in done.stderr
+    assert done.stdout.count("Run folder:") == 2  # each process says it
+    assert done.stderr.count("trlx_hybrid 0.1.0") == 1  # the first of two
+    assert "trains by itself" not in done.stderr
+    assert (tmp_path / "adapter_model.safetensors").exists()
 
 
 @pytest.mark.slow

@@ -418,7 +418,7 @@ class Session:
         if self.scoring.deferred and self.scores_apart is not None:
             lines.append(f"scoring: old log-probs take a forward pass of their own: {self.scores_apart}")
         unsharded = fsdp_note(self.policy.module, self.policy.fsdp_version, self.ranks.world, self.args)
-        lines += filter(None, [*self.algorithms.notes(), *self.notes, unsharded])
+        lines += filter(None, [*self.algorithms.notes(), *self.notes, unsharded, self.ranks.alone])
         for added in self.host.call("trlx_report_header", session=self):
             lines += self._added(added)
         return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable, Iterable
 from concurrent.futures import wait
@@ -26,6 +27,8 @@ class Ranks:
 
     Attributes:
         rank, local_rank, world: this process's index, its index on its node, and the number of processes.
+        alone: a note for the run's header where a launcher has started several processes, and accelerate has not
+            connected this one with the others; else None. Each of them then trains a model of its own.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -33,6 +36,13 @@ class Ranks:
         self.rank: int = accelerator.process_index
         self.local_rank: int = accelerator.local_process_index
         self.world: int = accelerator.num_processes
+        started = int(os.environ.get("WORLD_SIZE", "1"))
+        self.alone: str | None = None
+        if started > 1 and self.world == 1:
+            self.alone = (
+                f"processes: {started} were started (WORLD_SIZE), and this one trains by itself. On CPUs, use_cpu=True "
+                "is needed in the arguments of every trainer of the script; on GPUs, each process needs one."
+            )
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is true on any process, so that all processes decide alike."""

@@ -132,7 +132,7 @@ def test_a_trie_computes_each_token_once_however_many_rows_hold_it(seed):
     """Counted by another way: a token is computed for each different beginning of a row that ends with it; the last
     token of a prompt, and those of completions, for each row."""
     ids, mask, rows = tree(seed)
-    pack = Pack.of(ids, mask, COMPLETION, shared_below=1.0, trie_below=1.0)
+    pack = Pack.of(ids, mask, COMPLETION, shared_below=1.0, trie_below=lambda tokens: 1.0)
     shorter = sorted(range(len(rows)), key=lambda row: (len(rows[row][0]), row))
     held, needed = set(), 0
     for prompt, completion in (rows[row] for row in shorter):
@@ -150,7 +150,7 @@ def test_scores_and_gradients_of_a_trie_are_those_of_padded_rows(case, checkpoin
     attention.register()
     ids, mask, _ = tree(3)
     monkeypatch.setattr(sys.modules[__name__], "padded", lambda: (ids, mask))
-    trie = Pack.of(ids, mask, COMPLETION, shared_below=1.0, trie_below=1.0)
+    trie = Pack.of(ids, mask, COMPLETION, shared_below=1.0, trie_below=lambda tokens: 1.0)
     assert trie.trie
     assert any(tokens and trie.prefixes[other][1] for other, tokens in trie.prefixes)
     results = []
@@ -172,10 +172,10 @@ def test_scores_and_gradients_of_a_trie_are_those_of_padded_rows(case, checkpoin
 def test_a_trie_is_made_only_where_it_pays():
     ids, mask, _ = tree(0)
     prompts = Pack.of(ids, mask, COMPLETION, shared_below=1.0)
-    trie = Pack.of(ids, mask, COMPLETION, shared_below=1.0, trie_below=1.0)
+    trie = Pack.of(ids, mask, COMPLETION, shared_below=1.0, trie_below=lambda tokens: 1.0)
     share = sum(trie.segments) / sum(prompts.segments)
-    assert Pack.of(ids, mask, COMPLETION, shared_below=1.0, trie_below=share + 0.01).trie
-    apart = Pack.of(ids, mask, COMPLETION, shared_below=1.0, trie_below=share - 0.01)
+    assert Pack.of(ids, mask, COMPLETION, shared_below=1.0, trie_below=lambda tokens: share + 0.01).trie
+    apart = Pack.of(ids, mask, COMPLETION, shared_below=1.0, trie_below=lambda tokens: share - 0.01)
     assert (apart.trie, apart.segments) == (False, prompts.segments)
 
 

@@ -72,10 +72,11 @@ def test_verifiers(train, how):
     words.close()
 
 
-def test_two_agents_of_verifiers_are_branches(train):
-    """Each speaks in a conversation of its own, with the trained model."""
+@pytest.mark.parametrize("taskset", ["two_speakers", "same_question"])
+def test_two_agents_of_verifiers_are_branches(train, taskset):
+    """Each speaks in a conversation of its own, with the trained model; also where both are asked the same."""
     with contextlib.chdir(HERE):
-        riddles = from_verifiers("two_speakers", python=interpreter("verifiers"))
+        riddles = from_verifiers(taskset, python=interpreter("verifiers"))
     seen, said = train(agents(riddles.agent), riddles.rows(4), ["What is it?", "A stone."], same=True)
     assert {len(texts) for texts in said} == {2}
     assert all(reward is None for reward in seen["episode_reward"])

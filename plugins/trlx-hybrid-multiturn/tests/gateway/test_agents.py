@@ -6,6 +6,8 @@ import json
 import shlex
 import sys
 import threading
+import time
+import uuid
 
 import psutil
 import pytest
@@ -20,6 +22,8 @@ from trlx_hybrid_multiturn import Step, episodes
 from trlx_hybrid_multiturn.gateway import command
 from trlx_hybrid_multiturn.gateway.agents import Agents
 from trlx_hybrid_multiturn.gateway.command import CommandError
+from trlx_hybrid_multiturn.gateway.episode import AgentEpisode
+from trlx_hybrid_multiturn.loop import CallTool
 from trlx_hybrid_multiturn.progress import Progress
 
 from tests.support.agents import CLIENT, PARAMETERS, QUESTIONS, TOOLS, TURNS
@@ -297,7 +301,7 @@ def test_requests_of_one_episode_are_sampled_together_each_as_if_alone(train, mo
     monkeypatch.setattr(Progress, "stepped", lambda self, seconds, open, finished: sampling.append(open))
     given = {"max_steps": 2, "max_completion_length": 1000, "optim": "sgd"}
     done, batches = train(asks_helpers, options={"progress": False}, **given)
-    assert max(sampling) > 2 * len(batches[0])
+    assert max(sampling) > len(batches[0])  # more than one of each episode
     logs = [log for log in done.trainer.state.log_history if "loss" in log]
     assert [log["hybrid/agents/branches"] for log in logs] == [5.0, 5.0]
     assert all(log["hybrid/trajectories/failed"] == 0 for log in logs)
@@ -359,7 +363,99 @@ def test_a_request_that_its_agent_did_not_wait_for_is_not_trained(train):
 
     done, batches = train(agent, max_steps=1, max_completion_length=400)
     assert done.trainer.state.log_history[0]["hybrid/trajectories/failed"] == 0
-    assert all(sum(trajectory.loss_mask) >= 1 for trajectory in batches[0])
+    assert [sum(trajectory.loss_mask) for trajectory in batches[0]] == [1] * 8
+    assert done.trainer.state.log_history[0]["hybrid/agents/branches"] == 1
+
+
+def test_what_an_agent_did_not_hear_is_not_trained(train):
+    """It gives up a request while the model answers, goes on without it, and gives up another at its end."""
+
+    async def agent(base_url, row):
+        client, messages = CLIENT.with_options(base_url=base_url, max_retries=0), list(row["prompt"])
+        gone = asyncio.ensure_future(client.chat.completions.create(model="any", messages=[*messages] * 2))
+        done = await client.chat.completions.create(model="any", messages=messages, max_tokens=1)
+        gone.cancel()
+        messages += [done.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "and?"}]
+        left = asyncio.ensure_future(client.chat.completions.create(model="any", messages=messages))
+        await asyncio.sleep(0.01)
+        left.cancel()
+        await asyncio.sleep(0.5)  # until the model has answered both
+        return 1.0
+
+    done, batches = train(agent, max_steps=1, max_completion_length=400)
+    assert done.trainer.state.log_history[0]["hybrid/trajectories/failed"] == 0
+    assert [sum(trajectory.loss_mask) for trajectory in batches[0]] == [1] * 8
+    assert [len(trajectory.completion_ids) for trajectory in batches[0]] == [1] * 8
+
+
+def test_of_several_answers_those_are_given_that_have_room(train):
+    told = []
+
+    async def agent(base_url, row):
+        client = CLIENT.with_options(base_url=base_url, max_retries=0)
+        done = await client.chat.completions.create(model="any", messages=row["prompt"], n=4, max_tokens=1)
+        told.append(len(done.choices))
+        with pytest.raises(BadRequestError, match="no further turns"):
+            await client.chat.completions.create(model="any", messages=row["prompt"], n=2)
+        return 1.0
+
+    _, batches = train(agent, max_steps=1, max_completion_length=400, options={"max_turns": 3})
+    assert told == [3] * 8
+    assert [sum(trajectory.loss_mask) for trajectory in batches[0]] == [3] * 8
+
+
+def test_equal_requests_that_are_open_when_the_time_is_over_are_all_refused(train, monkeypatch):
+    ended, answered = [], AgentEpisode._answered
+
+    def ask(base_url, messages):
+        client = OpenAI(base_url=base_url, api_key="none", max_retries=0)
+        try:
+            client.chat.completions.create(model="any", messages=messages)
+        except APIStatusError as error:
+            ended.append(error.status_code)
+
+    def agent(base_url, row):
+        ask(base_url, row["prompt"])
+        more = [*row["prompt"], {"role": "user", "content": "more"}]
+        threads = [threading.Thread(target=ask, args=(base_url, more), daemon=True) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return 1.0
+
+    async def never_the_second(self, turn):
+        if turn.place.branch:
+            await CallTool("never", lambda report: lambda reason: None)
+        await answered(self, turn)
+
+    monkeypatch.setattr(AgentEpisode, "_answered", never_the_second)
+    given = {"max_steps": 1, "per_device_train_batch_size": 4, "max_completion_length": 400}
+    done, _ = train(agent, options={"max_seconds": 4.0}, **given)
+    assert done.trainer.state.log_history[0]["hybrid/trajectories/failed"] == 0
+    until = time.monotonic() + 30
+    while len(ended) < 8 and time.monotonic() < until:
+        time.sleep(0.05)
+    assert ended == [410] * 8
+
+
+@pytest.mark.parametrize("prompt", [[1, 10**6], [[5, 10**6]]], ids=["ids", "a list of ids"])
+def test_a_token_that_does_not_exist_is_refused_and_the_run_goes_on(train, prompt):
+    refused = []
+
+    async def agent(base_url, row):
+        client = CLIENT.with_options(base_url=base_url)
+        try:
+            await client.completions.create(model="any", prompt=prompt)
+        except BadRequestError as error:
+            refused.append(error.message)
+        await client.completions.create(model="any", prompt=[1, 5] * 50)  # the row's prompt, of any length
+        return 1.0
+
+    done, batches = train(agent, max_steps=1, max_completion_length=60)
+    assert done.trainer.state.log_history[0]["hybrid/trajectories/failed"] == 0
+    assert sum("there is no token 1000000" in message for message in refused) == 8
+    assert all(trajectory.prompt_ids == [1, 5] * 50 for trajectory in batches[0])
 
 
 async def forks(base_url, row):
@@ -609,7 +705,8 @@ def test_a_program_that_fails_says_why_and_one_that_never_ends_is_killed(tmp_pat
     with pytest.raises(CommandError, match="ended with exit code 1: no model named policy"):
         asyncio.run(command(lambda row: [sys.executable, "-c", said])("http://localhost/v1", {}))
     begun = tmp_path / "begun"
-    starts = "import subprocess, sys; subprocess.Popen(['sleep', '1234.5']); open(sys.argv[1], 'w'); input()"
+    mark = str(1000 + uuid.uuid4().int % 10**9)
+    starts = f"import subprocess, sys; subprocess.Popen(['sleep', '{mark}']); open(sys.argv[1], 'w'); input()"
     agent = command(["bash", "-c", f"sleep 99 | {shlex.join([sys.executable, '-c', starts, str(begun)])}"])
 
     async def ended_early():
@@ -621,5 +718,12 @@ def test_a_program_that_fails_says_why_and_one_that_never_ends_is_killed(tmp_pat
             await task
 
     asyncio.run(asyncio.wait_for(ended_early(), 60))
-    left = [process for process in psutil.process_iter(["cmdline"]) if "1234.5" in (process.info["cmdline"] or [])]
-    assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
+    until = time.monotonic() + 20
+    while (left := _running(mark)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not left
+
+
+def _running(mark):
+    found = [process for process in psutil.process_iter(["cmdline"]) if mark in (process.info["cmdline"] or [])]
+    return [process for process in found if process.status() != psutil.STATUS_ZOMBIE]

@@ -94,3 +94,10 @@ def test_where_there_may_be_one_branch_its_continuation_is_served_and_no_other()
     tree.answered(place, [compared(says("yes"))])
     assert tree.placed(ask("hello", says("yes"), "more")).branch == 0
     assert "one conversation" in tree.refusal
+
+
+def test_a_branch_that_never_began_does_not_count():
+    tree = Tree(PROMPT, branching=False)
+    tree.refused(tree.placed(ask(*PROMPT)))
+    assert tree.placed(ask(*PROMPT)).draw == 0
+    assert tree.refusal is None

@@ -90,6 +90,10 @@ class LayerGraphs:
             del self._graphs[next(iter(self._graphs))]
         return chosen
 
+    def may_serve(self, tokens: int) -> bool:
+        """Return whether graphs may compute the layers of a pack with so many tokens, now or later in the run."""
+        return self.refused is None and (self._chain is None or self._chain.parameters * tokens <= WORTH)
+
     def inputs(self, pack: Pack, sizes: Sizes) -> dict[str, Any]:
         """Return the keyword arguments with which the model computes a pack that was filled up to `sizes`, in place of
         those that differ from pack to pack."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -120,7 +121,7 @@ class Pack:
         attention_mask: Tensor,
         completion_length: int,
         shared_below: float = 0.0,
-        trie_below: float = 0.0,
+        trie_below: Callable[[int], float] | None = None,
     ) -> Pack | None:
         """Pack rows of prompt and completion into one sequence.
 
@@ -130,8 +131,8 @@ class Pack:
             completion_length: C.
             shared_below: a fraction. A prompt that several rows have is computed once, if that brings the token count
                 below this fraction of the count without sharing. 0: never.
-            trie_below: a fraction. Rows share whatever their prompts begin with, if that brings the token count below
-                this fraction of the count with whole prompts shared. 0: never.
+            trie_below: returns a fraction, from the token count with whole prompts shared. Rows share whatever their
+                prompts begin with, if that brings the token count below this fraction of it. None: never.
 
         Returns:
             The pack; None where a prompt is empty, because its completion's first token would follow another row's
@@ -140,19 +141,19 @@ class Pack:
         whole = attention_mask.bool()
         first = whole.shape[1] - completion_length
         ids = input_ids.masked_fill(~whole, PADDING)
-        read = ids if trie_below else torch.cat([ids[:, :first], whole.sum(1, keepdim=True)], dim=1)
+        read = ids if trie_below is not None else torch.cat([ids[:, :first], whole.sum(1, keepdim=True)], dim=1)
         read = read.cpu()  # the only wait for the device
         prompts = read[:, :first]
-        lengths = (read != PADDING).sum(1).tolist() if trie_below else read[:, -1].tolist()
+        lengths = (read != PADDING).sum(1).tolist() if trie_below is not None else read[:, -1].tolist()
         if first == 0 or bool((prompts[:, -1] == PADDING).any()):
             return None
         prefixes = of_prompts(RowLengths.of(prompts, lengths), shared_below)
         trie = False
-        if trie_below:
+        if trie_below is not None:
             rows = [row[row != PADDING] for row in read.to(torch.int32).numpy()]
             found = of_trie(rows, (prompts != PADDING).sum(1).tolist())
             tokens = sum(lengths) - sum(shared for _, shared in prefixes)
-            trie = sum(lengths) - sum(shared for _, shared in found) < trie_below * tokens
+            trie = sum(lengths) - sum(shared for _, shared in found) < trie_below(tokens) * tokens
             prefixes = found if trie else prefixes
         mask, positions = whole, whole.cumsum(1) - 1
         if any(tokens for _, tokens in prefixes):

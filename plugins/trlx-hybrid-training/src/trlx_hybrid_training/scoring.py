@@ -7,7 +7,7 @@ explains, all rows stay padded.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -210,14 +210,13 @@ class Packed(Scoring):
             if id(rows.model) not in self._compared:
                 self._prepare(rows)
         known = self.padded_because is None and id(rows.model) in self._compared
-        graphs = self._graphs is not None and self._graphs.refused is None
-        packs = self._packs(rows, WORTH, WORTH_GRAPHS if graphs else WORTH) if known else None
+        packs = self._packs(rows, WORTH, self._worth(rows)) if known else None
         if packs is not None:
             return self._score_packs(rows, packs)
         with self._choosing(rows.input_ids.numel()):
             return rows.padded()
 
-    def _packs(self, rows: Rows, shared_below: float, trie_below: float) -> list[Pack] | None:
+    def _packs(self, rows: Rows, shared_below: float, trie_below: Callable[[int], float] | None) -> list[Pack] | None:
         """Pack rows, and return one pack (rows without padding, as one sequence) for each forward pass; None if a row
         cannot be packed.
 
@@ -227,12 +226,12 @@ class Packed(Scoring):
             rows: the rows to score.
             shared_below: a fraction. Prompts are computed once for several rows if this brings the token count below
                 this fraction of the count without sharing; 0: never.
-            trie_below: a fraction, likewise: parts of prompts are computed once if this brings the token count below
-                this fraction of the count with whole prompts shared.
+            trie_below: returns such a fraction, from the token count with whole prompts shared: parts of prompts are
+                computed once if this brings the token count below this fraction of it; None: never.
         """
         ours = rows.model.config._attn_implementation == attention.NAME
         if not self._shares or not ours or rows.router_loss:  # the router loss is a mean over all tokens
-            shared_below = trie_below = 0.0
+            shared_below, trie_below = 0.0, None
         packs = []
         for start in range(0, len(rows.input_ids), rows.at_once):
             some = slice(start, start + rows.at_once)
@@ -247,7 +246,7 @@ class Packed(Scoring):
     def _score_packs(self, rows: Rows, packs: Sequence[Pack]) -> Scores:
         ours = rows.model.config._attn_implementation == attention.NAME
         scores: list[Scores] = []
-        graphs = self._graphs if self._graphed(rows, packs) else None
+        graphs = self._graphs if self._graphed(rows) else None
         for number, pack in enumerate(packs):
             sizes = None if graphs is None else graphs.sizes(pack)
             if sizes is not None:
@@ -277,13 +276,17 @@ class Packed(Scoring):
             torch.stack(losses_of).mean() if losses_of else None,
         )
 
-    def _graphed(self, rows: Rows, packs: Sequence[Pack]) -> bool:
+    def _graphed(self, rows: Rows) -> bool:
         """Return whether CUDA graphs may compute a loss's forward pass of these rows."""
         ours = rows.model.config._attn_implementation == attention.NAME
         plain = rows.experts is None and rows.support is None and not rows.router_loss
-        return (
-            ours and plain and len(packs) == 1 and torch.is_grad_enabled() and rows.model is self._session.policy.base
-        )
+        at_once = len(rows.input_ids) <= rows.at_once
+        return ours and plain and at_once and torch.is_grad_enabled() and rows.model is self._session.policy.base
+
+    def _worth(self, rows: Rows) -> Callable[[int], float]:
+        """Return a function of the number of tokens that returns the limit for sharing parts of prompts."""
+        graphs = self._graphs if self._graphed(rows) else None
+        return lambda tokens: WORTH_GRAPHS if graphs is not None and graphs.may_serve(tokens) else WORTH
 
     @torch.no_grad()
     def _prepare(self, rows: Rows) -> None:
@@ -305,7 +308,7 @@ class Packed(Scoring):
             given = replace(given, experts=rows.experts.repeat_interleave(2, dim=0))
         if rows.support is not None:
             given = replace(given, support=rows.support.repeated(2))
-        packs = self._packs(given, shared_below=1.0, trie_below=1.0)
+        packs = self._packs(given, shared_below=1.0, trie_below=lambda tokens: 1.0)
         if session.ranks.any(packs is None):
             return
         assert packs is not None

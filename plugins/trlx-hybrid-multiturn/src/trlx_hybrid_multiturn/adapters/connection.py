@@ -1,6 +1,7 @@
 """The connection of one episode to the server that hosts its environment: JSON messages over a websocket.
 
-    to the server:   {"type": "reset", "data": {…}}, {"type": "step", "data": {…}}, {"type": "close"}
+    to the server:   {"type": "reset", "data": {…}}, {"type": "step", "data": {…}}, {"type": "close"};
+                     verifiers' process also takes {"type": "play", "data": {…}}
     from the server: {"type": "observation", "data": {…}}, {"type": "error", "data": {"message": …, "code": …}}
 
 Source: openenv-core 0.3.0, `openenv/core/env_server/types.py`. OpenEnv's own client has the server's requirements,

@@ -93,6 +93,7 @@ class Agents(EpisodeRollout):
             batch.failed,
             functools.partial(self._note_overridden, trainer),
             branching=branching(trainer),
+            logprobs=trainer.session.sampling.logprobs is not None,
         )
         self._played.append(episode)
         return episode

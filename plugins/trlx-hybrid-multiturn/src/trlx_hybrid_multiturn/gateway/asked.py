@@ -54,7 +54,7 @@ class Asked:
 
     @property
     def form(self) -> list[Any]:
-        """What two requests of one conversation have in common: their tools, and how their prompts are given."""
+        """The parts that all requests of one conversation have in common: the tools, and how prompts are given."""
         return [type(self.raw).__name__, *self.tools]
 
 
@@ -67,6 +67,7 @@ class Said:
         length: whether the message ended at a limit of tokens.
         stop: the text of `Asked.stop` at which the message ended, which is not part of it; None where it did not.
         prompt_ids, token_ids: the tokens before it, and its own.
+        place: the number of its branch, and its number among the model's messages there.
         logprobs: text and log-prob of each of its tokens, after temperature; None where the request does not ask.
     """
 
@@ -75,6 +76,7 @@ class Said:
     prompt_ids: Sequence[int]
     token_ids: Sequence[int]
     stop: str | None = None
+    place: tuple[int, int] = (0, 0)
     logprobs: Sequence[tuple[str, float]] | None = None
 
     @property

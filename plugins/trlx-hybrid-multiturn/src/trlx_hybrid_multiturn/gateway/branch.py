@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from trlx_hybrid.contract.conversation import Conversation, Message
 from trlx_hybrid.contract.conversation import Turn as TurnSize
 from trlx_hybrid.contract.types import Completion
+
+
+class End(NamedTuple):
+    """The end of a message of the model in its branch.
+
+    Attributes:
+        tokens: the number of tokens after the prompt, up to it.
+        messages: the number of messages after the prompt, up to it.
+        cut: whether it was cut, so that no token ends it.
+    """
+
+    tokens: int
+    messages: int
+    cut: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -19,15 +34,14 @@ class Branch:
         prompt_ids: token ids before the model's first message in this branch.
         opening: the messages that this message answers, without those that other branches have.
         conversation: all that was said after the prompt.
-        ends: for each message of the model, the number of tokens after the prompt up to it, and whether it was cut, so
-            that no token ends it.
+        ends: the ends of the model's messages.
     """
 
     number: int
     prompt_ids: list[int]
     opening: list[Message] = field(default_factory=list)
     conversation: Conversation = field(default_factory=Conversation)
-    ends: list[tuple[int, bool]] = field(default_factory=list)
+    ends: list[End] = field(default_factory=list)
 
     def until(self, turn: int) -> tuple[list[int], bool]:
         """Return the token ids up to one of the model's messages, and whether this message was cut.
@@ -35,8 +49,8 @@ class Branch:
         Args:
             turn: the message's number among those of the branch.
         """
-        end, cut = self.ends[turn]
-        return [*self.prompt_ids, *self.conversation.completion_ids[:end]], cut
+        end = self.ends[turn]
+        return [*self.prompt_ids, *self.conversation.completion_ids[: end.tokens]], end.cut
 
     def said(self, completion: Completion, prompt: int, message: Message, cut: bool) -> None:
         """Append a message of the model.
@@ -52,7 +66,7 @@ class Branch:
         conversation.turns.append(TurnSize(prompt=prompt, sampled=len(completion.token_ids)))
         conversation.messages.append(message)
         conversation.calls += 1
-        self.ends.append((len(conversation.completion_ids), cut))
+        self.ends.append(End(len(conversation.completion_ids), len(conversation.messages), cut))
 
     def shown(self, token_ids: list[int], messages: Iterable[Message]) -> None:
         """Append what the model is shown after its last message.
@@ -65,12 +79,35 @@ class Branch:
         self.conversation.turns[-1].observed = len(token_ids)
         self.conversation.messages += messages
 
+    def until_heard(self, heard: Collection[tuple[int, int]]) -> Branch | None:
+        """Return the branch up to the last message of the model that the agent has heard; None where it has heard none.
+
+        Args:
+            heard: the messages that it has heard: the number of the branch, and the message's number there.
+        """
+        turns = max((turn for turn in range(len(self.ends)) if (self.number, turn) in heard), default=-1) + 1
+        if turns in (0, len(self.ends)):
+            return self if turns else None
+        spoken, end = self.conversation, self.ends[turns - 1]
+        spoken.turns[turns - 1].observed = 0
+        kept = Conversation(
+            completion_ids=spoken.completion_ids[: end.tokens],
+            loss_mask=spoken.loss_mask[: end.tokens],
+            logprobs=None if spoken.logprobs is None else spoken.logprobs[: end.tokens],
+            support=None if spoken.support is None else spoken.support[: end.tokens],
+            messages=spoken.messages[: end.messages],
+            turns=spoken.turns[:turns],
+            calls=turns,
+            finish_reason="length" if end.cut else "stop",
+        )
+        return Branch(self.number, self.prompt_ids, self.opening, kept, self.ends[:turns])
+
 
 def joined(branches: Iterable[Branch], row: Conversation) -> tuple[list[int], list[tuple[int, int]]]:
     """Put all branches into one conversation, one behind the other, the later ones with their prompts before them.
 
     Args:
-        branches: the branches in which the model has spoken, at least one.
+        branches: the branches, at least one.
         row: an empty conversation, which is filled.
 
     Returns:

@@ -33,12 +33,14 @@ def command(
 ) -> Callable[[str, Row], Awaitable[float | None]]:
     """Return an agent that runs a program, for `agents`.
 
-        rollout_func=agents(command(["python", "agent.py"], reward=lambda row, output: float(row["answer"] in output)))
+        program = [sys.executable, os.path.abspath("agent.py")]
+        rollout_func=agents(command(program, reward=lambda row, output: float(row["answer"] in output)))
 
     The program finds the endpoint as official clients do: in OPENAI_BASE_URL and OPENAI_API_KEY, and in
     ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. It gets the dataset's row as JSON on its standard input, and a new folder
-    as its working directory, which is removed afterwards. When it ends, or its episode is over, all processes that it
-    has started are killed. It runs as this user and sees this machine: nothing isolates it.
+    as its working directory, which is removed afterwards; so paths are absolute. When it ends, or its episode is over,
+    the processes that it has started are killed, except those that have left its process group. It runs as this user
+    and sees this machine: nothing isolates it.
 
     Args:
         arguments: the program and its arguments, or a function that returns them for a row.
@@ -85,7 +87,7 @@ def command(
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Kill a process and all that it has started, unless they have left its session."""
+    """Kill a process and all that it has started, except those that have left its process group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     await process.wait()

@@ -63,6 +63,7 @@ class AgentEpisode(Episode):
         failed: called with the conversation if it breaks off; raises if too many have.
         overridden: called with the parameters of each request whose place the run's own settings take.
         branching: whether the episode may have several branches.
+        logprobs: whether the run samples with log-probs.
 
     Attributes:
         reward: the agent's reward; None where it gave none, or the episode broke off.
@@ -87,11 +88,12 @@ class AgentEpisode(Episode):
         failed: Callable[[Conversation], None],
         overridden: Callable[[Mapping[str, Any]], None],
         branching: bool,
+        logprobs: bool,
     ) -> None:
         super().__init__(index, [], limits, request, failed)
         self.reward: float | None = None
         self.branches: list[tuple[int, int]] = []
-        self._overridden = overridden
+        self._overridden, self._logprobs = overridden, logprobs
         self._branches: dict[int, Branch] = {}  # those in which the model has spoken, by their numbers
         self._first: int | None = None  # the number of the branch whose prompt is the row's
         self._open = 0  # requests that are being sampled
@@ -150,12 +152,13 @@ class AgentEpisode(Episode):
             while isinstance(event := await self._next(), Turn):
                 await Start(self._answered(event))
         finally:
-            if self._branches:
-                self.prompt_ids, self.branches = joined(self._branches.values(), self.conversation)
+            branches = [branch.until_heard(self._seat.heard) for branch in self._branches.values()]
+            if heard := [branch for branch in branches if branch is not None]:
+                self.prompt_ids, self.branches = joined(heard, self.conversation)
         if event.failure is not None:
             raise LostCallError(event.failure)
-        if not self._branches:
-            raise LostCallError("the agent has not asked the model.")
+        if not heard:
+            raise LostCallError("the agent has not asked the model, or has not waited for an answer.")
         self.reward = event.reward
 
     async def _next(self) -> Turn | Ended:
@@ -198,18 +201,15 @@ class AgentEpisode(Episode):
             self._seat.end(RefusedError("The episode has no further turns.", code=CUT))
 
     def _said(self, turn: Turn, opened: Opened, completion: Completion) -> Said:
-        """Record the model's message, and return it as an answer.
-
-        Raises:
-            RefusedError: the request asks for log-probs, and the run has none.
-        """
+        """Record the model's message, and return it as an answer."""
         asked, context = turn.asked, opened.context
-        if asked.logprobs and completion.logprobs is None:
-            raise RefusedError("This run samples without log-probs.", parameter="logprobs")
         stopped = self._parser.stopped(completion.token_ids, asked.stop)
         if stopped is not None:
             completion = first_tokens(completion, stopped[0])
-        message = self._message(completion.token_ids, context, asked.tools)
+        if asked.raw is None:
+            message = self._message(completion.token_ids, context, asked.tools)
+        else:
+            message = {"role": "assistant", "content": self._parser.text(completion.token_ids, context)}
         if stopped is not None:
             message["content"] = message["content"].partition(stopped[1])[0]
         branch = opened.branch
@@ -226,6 +226,7 @@ class AgentEpisode(Episode):
             prompt_ids=context,
             token_ids=completion.token_ids,
             stop=None if stopped is None else stopped[1],
+            place=(branch.number, len(branch.ends) - 1),
             logprobs=self._parser.listed(completion) if asked.logprobs else None,
         )
 
@@ -238,9 +239,11 @@ class AgentEpisode(Episode):
         """Return what the model is shown for a request.
 
         Raises:
-            RefusedError: the episode has no turn left, or tools cannot be told from text.
+            RefusedError: the episode has no turn left, tools cannot be told from text, or the run has no log-probs.
         """
         asked, place = turn.asked, turn.place
+        if asked.logprobs and not self._logprobs:
+            raise RefusedError("This run samples without log-probs.", parameter="logprobs")
         if self._turns + self._open > self.limits.tool_turns:
             raise RefusedError("The episode has no further turns.", code=CUT)
         if asked.tools and not self._parser.finds_calls:
@@ -249,10 +252,10 @@ class AgentEpisode(Episode):
                 "tokenizer's response_schema.",
                 parameter="tools",
             )
-        if self._first is None:
-            self._first = place.branch
         if place.after is None:
             prompt = self._prompt_of(asked)
+            if self._first is None:
+                self._first = place.branch
             first = place.branch == self._first
             if first and len(prompt) >= self.limits.model_tokens:
                 raise EngineError(

@@ -52,6 +52,7 @@ def read(body: Any) -> Asked:
     kind = choice.get("type") if isinstance(choice, dict) else choice
     if kind not in ("auto", "none"):
         given["tool_choice"] = kind
+    tools = _tools(given.get("tools", []))
     found: list[Message] = []
     if given.get("system"):
         found.append({"role": "system", "content": text_of("system", given["system"])})
@@ -61,7 +62,7 @@ def read(body: Any) -> Asked:
         raise RefusedError("messages: the last is the model's own, and is not continued here.", parameter="messages")
     return Asked(
         messages=found,
-        tools=[] if kind == "none" else _tools(given.get("tools", [])),
+        tools=[] if kind == "none" else tools,
         max_tokens=limit_of("max_tokens", given["max_tokens"]) if "max_tokens" in given else None,
         stop=stops_of("stop_sequences", given.get("stop_sequences", [])),
         overridden=overridden_of(given, OVERRIDDEN, NEUTRAL, strict=given.get("tools", [])),

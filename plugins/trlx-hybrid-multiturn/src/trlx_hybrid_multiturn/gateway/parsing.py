@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +15,10 @@ from trlx_hybrid.contract.types import Completion
 from trlx_hybrid.episodes.tokenizer import own_tokenizer
 
 from .asked import Asked, Raw
+from .errors import RefusedError
 
+CONTEXT = 8
+"""The number of tokens with which the text after them is decoded."""
 SCHEMAS = ("response_template", "response_schema")
 """The attributes of a tokenizer that tell transformers how a response is parsed."""
 
@@ -83,10 +87,30 @@ class Parser:
         Args:
             raw: the text, or its ids.
             begins: whether a conversation begins with it, so that it gets the tokenizer's special tokens.
+
+        Raises:
+            RefusedError: an id is none of the tokenizer's, or a conversation begins with no token.
         """
-        if not isinstance(raw, str):
-            return list(raw)
-        return list(self._tokenizer.encode(raw, add_special_tokens=begins))
+        ids = self._tokenizer.encode(raw, add_special_tokens=begins) if isinstance(raw, str) else raw
+        if beyond := [token for token in ids if token >= len(self._tokenizer)]:
+            known = f"the tokenizer has {len(self._tokenizer)} tokens"
+            raise RefusedError(f"prompt: there is no token {beyond[0]}; {known}.", parameter="prompt")
+        if begins and not ids:
+            raise RefusedError("prompt: it has no token.", parameter="prompt")
+        return list(ids)
+
+    def text(self, token_ids: list[int], before: list[int]) -> str:
+        """Return sampled tokens as the text that they add to the text before them. Some tokenizers decode the first
+        token of a text without its space.
+
+        Args:
+            token_ids: the sampled tokens.
+            before: all tokens before them.
+        """
+        decode = functools.partial(self._tokenizer.decode, skip_special_tokens=True)
+        head = str(decode(before[-CONTEXT:]))
+        whole = str(decode([*before[-CONTEXT:], *token_ids]))
+        return whole[len(head) :] if whole.startswith(head) else str(decode(token_ids))
 
     def listed(self, completion: Completion) -> list[tuple[str, float]]:
         """Return the text and the log-prob of each token of a turn. The text of a token that is part of a character

@@ -90,13 +90,13 @@ def overridden_of(
 
 
 def limit_of(name: str, value: Any) -> int:
-    """Return a limit of tokens.
+    """Return a limit of tokens, or a number of messages.
 
     Raises:
         RefusedError: it is no whole number above 0.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise RefusedError(f"{name}={value!r}: it is a number of tokens, 1 or more.", parameter=name)
+        raise RefusedError(f"{name}={value!r}: it is a whole number, 1 or more.", parameter=name)
     return value
 
 

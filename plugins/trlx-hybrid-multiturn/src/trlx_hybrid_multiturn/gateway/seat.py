@@ -58,12 +58,18 @@ class Seat:
         loop: the server's event loop.
         count: returns the number of tokens of a request; called in threads.
         tree: the tree of what is said. Where it refuses a branch, the episode fails.
+
+    Attributes:
+        heard: the messages of the model that the agent has received, by `Said.place`. Of a request that the agent did
+            not wait for, it has received none.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, count: Callable[[Asked], int], tree: Tree) -> None:
         self.count = count
+        self.heard: set[tuple[int, int]] = set()
         self._loop, self._lock, self._tree = loop, threading.Lock(), tree
         self._answers: dict[str, asyncio.Future[Said]] = {}  # by the request
+        self._open: set[asyncio.Future[Said]] = set()
         self._events: deque[Turn | Ended] = deque()
         self._waiting: Callable[[Turn | Ended], None] | None = None
         self._over: RefusedError | None = None
@@ -82,13 +88,18 @@ class Seat:
         Raises:
             RefusedError: there is no room for a message, the episode is over, or it may have one branch only.
         """
-        key = json.dumps([asked.compared(), asked.form, asked.logprobs, choice], default=str)
+        more = [asked.max_tokens, list(asked.stop), asked.logprobs, choice]
+        key = json.dumps([asked.compared(), asked.form, *more], default=str)
         if again is not False and key in self._answers:
             return await asyncio.shield(self._answers[key])
         if self._over is not None:
             raise self._over
         place = self._tree.placed(asked)
+        if place.after is not None:
+            self.heard.add(place.after)
         answer: asyncio.Future[Said] = self._loop.create_future()
+        self._open.add(answer)
+        answer.add_done_callback(self._open.discard)
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # a client may be gone
         self._answers[key] = answer
         self._put(Turn(asked=asked, place=place, answer=answer))
@@ -140,7 +151,7 @@ class Seat:
 
         def told() -> None:
             self._over = error
-            for answer in self._answers.values():
+            for answer in [*self._open]:
                 if not answer.done():
                     answer.set_exception(error)
 

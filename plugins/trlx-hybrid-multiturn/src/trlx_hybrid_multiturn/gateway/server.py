@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from . import chat, completions, messages, responses
+from .asked import Said
 from .errors import RefusedError
 from .seat import Seat
 
@@ -115,9 +116,12 @@ class Gateway:
             seat, body = self._seat(request), await _body(request)
             asked, again = api.read(body), _again(request)
             places = range(asked.choices)
-            choices = await asyncio.gather(*(seat.ask(asked, again=again, choice=place) for place in places))
+            asking = (seat.ask(asked, again=again, choice=place) for place in places)
+            choices = _answers(await asyncio.gather(*asking, return_exceptions=True))
         except RefusedError as error:
             return JSONResponse(api.refused(error), error.status)
+        if not await request.is_disconnected():
+            seat.heard.update(said.place for said in choices)
         if body.get("stream"):
             return StreamingResponse(lines(api.streamed(body, choices, number)), media_type="text/event-stream")
         return JSONResponse(api.written(body, choices, number))
@@ -141,6 +145,23 @@ class Gateway:
 def gateway() -> Gateway:
     """Return the gateway of this process, started at the first call."""
     return Gateway()
+
+
+def _answers(outcomes: Iterable[Said | BaseException]) -> list[Said]:
+    """Return the messages that were sampled for a request, fewer than it asks for where there was no room for all.
+
+    Args:
+        outcomes: for each message that it asks for, the message, or why there is none.
+
+    Raises:
+        RefusedError: there is none at all.
+    """
+    outcomes = [*outcomes]
+    said = [outcome for outcome in outcomes if isinstance(outcome, Said)]
+    for error in outcomes:
+        if isinstance(error, BaseException) and (not said or not isinstance(error, RefusedError)):
+            raise error
+    return said
 
 
 def _again(request: Request) -> bool | None:

@@ -114,7 +114,7 @@ class Tree:
         Raises:
             RefusedError: there is one, and there may be one only.
         """
-        if not self._branches or self._branching:
+        if self._branching or not any(branch.waits or branch.ends for branch in self._branches):
             return
         self.refusal = self.refusal or (
             "its messages or tools are others than before, or two requests are open at a time, and this run trains on "
@@ -140,9 +140,9 @@ class Tree:
 
     def refused(self, place: Place) -> None:
         """Note that a request was refused. Its branch can be continued from where it was; one that it would have begun
-        stays empty, and nothing continues it."""
+        stays empty, and does not count."""
         branch = self._branches[place.branch]
-        branch.waits = not branch.ends
+        branch.waits, branch.plain = False, branch.plain and bool(branch.ends)
 
     def _continued(self, said: Sequence[Any], form: Sequence[Any]) -> tuple[int, int] | None:
         """Return the message of the model that a request continues, as `Place.after`: of several with equal histories,

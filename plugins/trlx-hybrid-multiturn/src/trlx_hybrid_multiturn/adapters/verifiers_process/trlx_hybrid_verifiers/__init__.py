@@ -52,6 +52,7 @@ class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
         system, prompt = self.resolve_prompt(data)
         body = {"model": ctx.model, "messages": as_messages(system, prompt)}
         headers = {"Authorization": f"Bearer {secret}"}
+        headers["x-stainless-retry-count"] = "0"  # an equal request is another one, as an official client says it
         async with (
             ClientSession(timeout=ClientTimeout(total=None)) as client,  # the trainer has deadlines of its own
             client.post(f"{endpoint}/chat/completions", json=body, headers=headers) as reply,

@@ -18,6 +18,7 @@ BENCHMARKS = (
     "real",
     "capacity",
     "multiturn",
+    "agents",
     "reshard",
     "reshard_plan",
     "ray_dispatch",

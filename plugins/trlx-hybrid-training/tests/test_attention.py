@@ -38,24 +38,25 @@ def tensors(case, dtype=torch.float32, device="cpu"):
     return [torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes]
 
 
-def alone(query, key, value, segments, prefixes):
-    """Each row for itself, with a mask that says which of its keys come first."""
+def alone(query, key, value, segments, prefixes, window=None):
+    """Each row for itself, with a mask that says which of its keys come first, and which are too far away."""
     queries, keys, values = (tensor.split(segments, dim=2) for tensor in (query, key, value))
     outs = []
     for row, (first, prefix) in enumerate(prefixes):
         k, v = (torch.cat([of[first][:, :, :prefix], of[row]], dim=2) for of in (keys, values))
         mask = torch.ones(segments[row], segments[row] + prefix, dtype=torch.bool, device=k.device).tril(prefix)
+        mask = mask if window is None else mask.triu(prefix + 1 - window)
         outs.append(sdpa_attention_forward(LAYER, queries[row], k, v, mask[None, None], scaling=0.2)[0])
     return torch.cat(outs, dim=1)
 
 
-def difference(case, dtype, device="cpu"):
+def difference(case, dtype, device="cpu", window=None):
     """Of outputs and gradients, relative to their size."""
     given = packed(**case, device=device)
     results = []
     for compute in (
-        lambda *qkv: alone(*qkv, **case),
-        lambda *qkv: attention(LAYER, *qkv, None, scaling=0.2, sliding_window=None, **given)[0],
+        lambda *qkv: alone(*qkv, **case, window=window),
+        lambda *qkv: attention(LAYER, *qkv, None, scaling=0.2, sliding_window=window, **given)[0],
     ):
         qkv = tensors(case, dtype, device)
         out = compute(*qkv)
@@ -65,18 +66,24 @@ def difference(case, dtype, device="cpu"):
     return max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
 
 
+WINDOWS = pytest.mark.parametrize("window", [None, 1, 4, 100], ids=lambda window: f"window {window}")
+
+
+@WINDOWS
 @pytest.mark.parametrize("case", [ALONE, SHARED], ids=["alone", "shared"])
-def test_rows_attend_to_themselves_and_to_the_prefix_that_they_share(case):
-    assert difference(case, torch.float32) < 1e-6
+def test_rows_attend_to_themselves_and_to_the_prefix_that_they_share(case, window):
+    assert difference(case, torch.float32, window=window) < 1e-6
 
 
 @ON_GPU
+@WINDOWS
 @pytest.mark.parametrize("case", [ALONE, SHARED], ids=["alone", "shared"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_kernel_for_ragged_rows(dtype, case):
-    """Its causal mask ends at the last key where a row has more keys than queries."""
+def test_the_kernel_for_ragged_rows(dtype, case, window):
+    """Its causal mask, and its window, end at the last key where a row has more keys than queries."""
     assert has_kernel(*tensors(case, dtype, "cuda")[:2]) == (dtype is not torch.float32)
-    assert difference(case, dtype, "cuda") < {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}[dtype]
+    bound = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}[dtype]
+    assert difference(case, dtype, "cuda", window) < bound
 
 
 def test_a_shared_prefix_has_the_same_gradient_each_time():
@@ -120,7 +127,7 @@ def test_rows_that_are_not_packed_are_sdpas():
     assert torch.equal(attention(LAYER, *given, None)[0], sdpa_attention_forward(LAYER, *given, None)[0])
 
 
-@pytest.mark.parametrize("name", ["position_bias", "s_aux", "sliding_window", "softcap"])
+@pytest.mark.parametrize("name", ["position_bias", "s_aux", "softcap"])
 def test_what_a_layer_asks_for_beside_is_refused(name):
     with pytest.raises(NotImplementedError, match=name):
         attention(LAYER, *tensors(ALONE), None, **packed(**ALONE), **{name: 1.0})

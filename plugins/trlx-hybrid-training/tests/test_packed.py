@@ -54,6 +54,9 @@ CASES = {
         "model": lambda: tiny_model("qwen3_moe", num_experts=4, num_experts_per_tok=2, output_router_logits=True)
     },
     "llama": {"model": lambda: tiny_model("llama")},
+    "windows": {"model": lambda: windowed()},
+    "windows, Gemma 3": {"model": lambda: tiny_model("gemma3_text", sliding_window=6)},
+    "windows everywhere": {"model": lambda: tiny_model("mistral", sliding_window=6)},
     "GPT-2": {"model": lambda: tiny_model("gpt2", tied=True)},
     "RLOO": {"config_class": RLOOConfig, "beta": 0.0},
     "RLOO, KL": {"config_class": RLOOConfig, "beta": 0.1, "peft_config": lora(), "num_iterations": 2},
@@ -263,6 +266,14 @@ def windowed():
     return tiny_model("qwen3", layer_types=layers, use_sliding_window=True, sliding_window=8)
 
 
+def silent():
+    """Knows its windows from masks alone."""
+    model = windowed()
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = None
+    return model
+
+
 def unfinished_first(prompts, trainer):
     """A rollout of the user's: no completion of the first step ends."""
     end = [1] if trainer.state.global_step else [14]
@@ -286,11 +297,7 @@ def test_rows_of_which_none_is_scored_prove_nothing(compared, noisy):
 EQUALS = 32  # a token that all prompts have
 STATES = {"mamba_d_state": 16, "mamba_chunk_size": 16}  # by default they would take most of the time
 REFUSED = {
-    "windows": ({"model": windowed}, "its layers are sliding_attention"),
-    "windows everywhere": (
-        {"model": lambda: tiny_model("mistral", sliding_window=8)},
-        "its layers are sliding_attention",
-    ),
+    "windows that its layers do not name": ({"model": silent}, "its layers do not name their sliding windows"),
     "recurrent layers": (
         {"model": lambda: tiny_model("falcon_h1", mamba_d_ssm=64, mamba_n_heads=2, **STATES)},
         "state-space",
@@ -397,3 +404,24 @@ def test_rows_of_any_shape_come_back_where_they_were():
     assert pack.rows((pack.labels * (pack.labels > 0)).float()).tolist() == [[6, 7, 8, 9], [5, 6, 0, 0], [0, 0, 0, 0]]
     mask[1, :3] = 0
     assert Pack.of(ids, mask, 4) is None  # nothing comes before its first token
+
+
+def test_a_window_is_compared_beyond_the_first_rows(compared, noisy, monkeypatch, caplog):
+    """A kernel that took windows otherwise would be found, though all rows of the first step are shorter."""
+    plain = attention.attention
+
+    def wider(*args, sliding_window=None, segments=None, **given):
+        more = sliding_window and sliding_window + (segments is not None)
+        found = plain(*args, sliding_window=more, segments=segments, **given)
+        if windows := attention._packing.get():
+            windows[-1] = sliding_window  # it says what it should have taken
+        return found
+
+    given = {"model": lambda: tiny_model("gemma3_text", sliding_window=60), **PLAIN}
+    padded, packed = compared(GRPO, ALONE, noisy, **given)
+    assert_same(padded, packed)
+    monkeypatch.setattr(attention, "attention", wider)
+    caplog.clear()
+    padded, packed = compared(GRPO, ALONE, noisy, **given)
+    assert "Rows stay padded: packed and padded log-probs differ" in caplog.text
+    assert packed.logs == padded.logs

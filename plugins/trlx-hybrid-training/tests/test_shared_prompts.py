@@ -52,10 +52,14 @@ def scored(model, pack):
     return pack.rows(outputs.log_probs), pack.rows(outputs.entropy)
 
 
+WINDOWS = {"sliding_window": 5, "use_sliding_window": True}
 MODELS = {
     "grouped heads": {},
     "as many keys as queries": {"num_key_value_heads": 4},
     "one key for all": {"architecture": "llama", "num_key_value_heads": 1},
+    "windows": {**WINDOWS, "layer_types": ["sliding_attention", "full_attention"]},
+    "windows everywhere": {"architecture": "mistral", "sliding_window": 5},
+    "windows and positions by layer": {"architecture": "gemma3_text", "sliding_window": 5},
     "experts": {"architecture": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2},
 }
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 NAME = "trlx_packed"
 
-_packing: ContextVar[bool] = ContextVar("packing", default=False)
+_packing: ContextVar[list[int | None] | None] = ContextVar("packing", default=None)
 
 
 def register() -> None:
@@ -38,12 +38,14 @@ def register() -> None:
 
 
 @contextmanager
-def packing() -> Iterator[None]:
+def packing() -> Iterator[list[int | None]]:
     """A context for a forward pass of packed rows, in which transformers builds no attention mask. The mask would have
-    N × N entries, for N tokens of all rows together."""
-    token = _packing.set(True)
+    N × N entries, for N tokens of all rows together. Its value is a list, to which each layer that computes attention
+    adds its sliding window: a number of tokens, or None."""
+    windows: list[int | None] = []
+    token = _packing.set(windows)
     try:
-        yield
+        yield windows
     finally:
         _packing.reset(token)
 
@@ -55,7 +57,7 @@ def mask(**kwargs: object) -> Tensor | None:
     Args:
         kwargs: the keyword arguments that transformers gives to a mask function.
     """
-    return None if _packing.get() else sdpa_mask(**kwargs)
+    return None if _packing.get() is not None else sdpa_mask(**kwargs)
 
 
 def attention(
@@ -66,6 +68,7 @@ def attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    sliding_window: int | None = None,
     segments: Sequence[int] | None = None,
     prefixes: Sequence[tuple[int, int]] = (),
     cu_seq_lens_q: Tensor | None = None,
@@ -86,6 +89,7 @@ def attention(
         attention_mask: the mask for rows that are not packed.
         dropout: probability.
         scaling: the factor of the scores; None for that of torch.
+        sliding_window: the number of tokens that each token sees, itself included; None for all before it.
         segments: lengths of the segments, N in all; None for rows that are not packed.
         prefixes: for each segment, the number of the row that begins with its prefix, and the prefix's length in
             tokens: 0 where it has none. Empty where no segment has one. That row may itself have a prefix.
@@ -103,13 +107,16 @@ def attention(
     Raises:
         NotImplementedError: the layer asks for more than a causal mask, or does not say where rows end.
     """
+    windows = _packing.get()
     if segments is None:
-        if _packing.get():
+        if windows is not None:
             raise NotImplementedError("its layers pass on no arguments of the attention")
-        given = query, key, value, attention_mask
+        given, kwargs["sliding_window"] = (query, key, value, attention_mask), sliding_window
         plain: tuple[Tensor, None] = sdpa_attention_forward(module, *given, dropout=dropout, scaling=scaling, **kwargs)
         return plain
-    for name in ("position_bias", "s_aux", "sliding_window", "softcap"):
+    if windows is not None:
+        windows.append(sliding_window)
+    for name in ("position_bias", "s_aux", "softcap"):
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"its attention takes {name}")
     if not kwargs.get("is_causal", getattr(module, "is_causal", True)):
@@ -117,7 +124,7 @@ def attention(
     if dropout == 0.0 and has_kernel(query, value):
         ends, longest = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k)
         rows = indices or whole_rows(tuple(segments), tuple(prefixes), key.device)
-        return _varlen(query, key, value, rows, ends, longest, scaling), None
+        return _varlen(query, key, value, rows, ends, longest, scaling, sliding_window), None
     grouped = key.shape[1] != query.shape[1]
     if grouped and query.is_cuda and _computed_in(query) == torch.float32:  # else a row's attention weights are kept
         key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
@@ -129,6 +136,14 @@ def attention(
     of_rows = (torch.split(t, n, dim=2) for t, n in ((query, list(segments)), (key, lengths), (value, lengths)))
     for q, k, v in zip(*of_rows, strict=True):
         prefix = k.shape[2] - q.shape[2]
+        if sliding_window is not None and sliding_window < k.shape[2]:
+            seen = torch.ones(k.shape[2], k.shape[2], dtype=torch.bool, device=k.device).tril().triu(1 - sliding_window)
+            outs.append(
+                nn.functional.scaled_dot_product_attention(
+                    q, k, v, attn_mask=seen[prefix:], dropout_p=dropout, scale=scaling, enable_gqa=grouped
+                )
+            )
+            continue
         if prefix:  # its queries are zeros and their outputs dropped: a mask would be kept for the backward pass
             q = nn.functional.pad(q, (0, 0, prefix, 0))
         out = nn.functional.scaled_dot_product_attention(
@@ -354,6 +369,7 @@ def _varlen(
     ends: tuple[Any, Any],
     longest: tuple[Any, Any],
     scaling: float | None,
+    window: int | None = None,
 ) -> Tensor:
     """Compute the attention with torch's kernel for rows of different lengths (`varlen_attn`).
 
@@ -363,6 +379,7 @@ def _varlen(
         ends: `cu_seq_lens_q` and `cu_seq_lens_k` of `attention`.
         longest: `max_length_q` and `max_length_k` of `attention`.
         scaling: the factor of the scores; None for that of torch.
+        window: the number of tokens that each token sees, itself included; None for all before it.
 
     Returns:
         (1, N, heads, head size).
@@ -376,7 +393,8 @@ def _varlen(
     q, k, v = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
     k, v = (whole(tensor, rows, dim=0) for tensor in (k, v))
     q, k, v = (tensor.contiguous() for tensor in (q, k, v))
-    out: Any = varlen_attn(q, k, v, *ends, *longest, scale=scaling, window_size=(-1, 0), **_grouped())
+    seen = (-1 if window is None else window - 1, 0)
+    out: Any = varlen_attn(q, k, v, *ends, *longest, scale=scaling, window_size=seen, **_grouped())
     packed: Tensor = out[None]
     return packed
 

@@ -26,6 +26,9 @@ IGNORED = -100
 """The label of a position that is not scored."""
 
 
+WINDOW = "sliding_attention"
+"""The kind of layers whose tokens see a number of tokens only."""
+
 KERNEL = "torch's kernel for ragged rows"
 """The name of `varlen_attn`, in lines that are printed."""
 
@@ -272,7 +275,7 @@ def refused(session: Run) -> str | None:
 
 
 def _refused_layers(model: PreTrainedModel, config: PretrainedConfig) -> str | None:
-    others = sorted(layer_kinds(config) - {"full_attention"})
+    others = sorted(layer_kinds(config) - {"full_attention", WINDOW})
     if others:
         return f"its layers are {' and '.join(others)}"
     if any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters()):
@@ -286,6 +289,20 @@ def _refused_layers(model: PreTrainedModel, config: PretrainedConfig) -> str | N
     if name != "sdpa" and not is_flash_attention_requested(config):
         return f"attn_implementation={name!r} takes no packed rows; 'sdpa' and flash attention do"
     return None
+
+
+def windows_of(config: PretrainedConfig) -> list[int | None] | None:
+    """Return the sliding window of each layer's attention, in tokens, None where it has none; None as a whole where no
+    layer has one.
+
+    Args:
+        config: the config of a language model.
+    """
+    kinds = layer_kinds(config)
+    if WINDOW not in kinds:
+        return None
+    of_layers = getattr(config, "layer_types", None) or [WINDOW] * config.num_hidden_layers
+    return [config.sliding_window if kind == WINDOW else None for kind in of_layers]
 
 
 def attention_name(session: Run) -> str:

@@ -7,6 +7,7 @@ explains, all rows stay padded.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -24,7 +25,7 @@ from . import attention
 from .layer_graphs import LayerGraphs
 from .micro_batches import WORTH, RowLengths, equal_tokens, fewest_tokens
 from .options import TrainingOptions
-from .packing import Pack, attention_name, refused, takes_prefixes
+from .packing import IGNORED, Pack, attention_name, refused, takes_prefixes, windows_of
 from .recomputation import Recomputation
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+BEYOND = 16
+"""The number of tokens by which a row exceeds the model's sliding windows where these are compared."""
 WORTH_GRAPHS = 0.5
 """The limit for sharing parts of prompts where CUDA graphs compute the layers, which they do not of rows that share
 so."""
@@ -243,7 +246,17 @@ class Packed(Scoring):
             packs.append(pack)
         return packs
 
-    def _score_packs(self, rows: Rows, packs: Sequence[Pack]) -> Scores:
+    def _score_packs(self, rows: Rows, packs: Sequence[Pack], windows: bool = False) -> Scores:
+        """Score packed rows.
+
+        Args:
+            rows: the rows.
+            packs: the same rows without padding, a pack for each forward pass.
+            windows: whether the layers' sliding windows are compared with the model's config.
+
+        Raises:
+            NotImplementedError: a layer does not name its window to the attention, which sees no mask.
+        """
         ours = rows.model.config._attn_implementation == attention.NAME
         scores: list[Scores] = []
         graphs = self._graphs if self._graphed(rows) else None
@@ -264,8 +277,11 @@ class Packed(Scoring):
                 inputs |= graphs.inputs(pack, sizes)
             running = nullcontext() if graphs is None else graphs.running(sizes)
             computed = sum(pack.segments)
-            with attention.packing(), running, self._choosing(computed, sum(pack.lengths) - computed):
+            with attention.packing() as named, running, self._choosing(computed, sum(pack.lengths) - computed):
                 log_probs, entropies, router_loss = rows.forward(pack.labels, **inputs)
+            wanted = windows_of(rows.model.config.get_text_config()) if windows and ours else None
+            if wanted is not None and Counter(wanted) != Counter(named):
+                raise NotImplementedError("its layers do not name their sliding windows to the attention")
             entropies = None if entropies is None else pack.rows(entropies)
             scores.append(Scores(pack.rows(log_probs), entropies, router_loss))
         entropies_of = [part.entropies for part in scores if part.entropies is not None]
@@ -315,12 +331,14 @@ class Packed(Scoring):
         with evaluating(rows.model), preserved_generators():
             padded = rows.padded().log_probs
             try:
-                packed = self._score_packs(given, packs)
+                packed = self._score_packs(given, packs, windows=True)
             except (NotImplementedError, TypeError, ValueError) as error:
                 reason = str(error)
             else:
                 differences = (packed.log_probs - padded.repeat_interleave(2, dim=0)).abs()
                 gap = differences[mask[:, -rows.completion_length :].bool()]
+                if gap.numel():
+                    gap = torch.cat([gap, self._beyond_window(rows)])
                 found = beyond_rounding(session.policy, session.args, gap)
                 reason = found and f"packed and padded log-probs {found}"
         session.policy.reshard()  # without a backward pass the parameters would stay gathered
@@ -334,6 +352,32 @@ class Packed(Scoring):
                 self.joins = int(self._joins)
             if session.ranks.rank == 0 and gap.numel():
                 logger.info("Packed rows differ from padded ones by %.3g nats at most.", float(gap.max()))
+
+    def _beyond_window(self, rows: Rows) -> Tensor:
+        """Return how far log-probs of a packed row that is longer than the model's sliding windows are from those of
+        the row alone, (n,); none where it has no windows, or no row of the run can be longer. The first rows of a run
+        may be shorter than the windows, so their tokens are repeated.
+
+        Args:
+            rows: the first rows that are scored with the model.
+        """
+        config = rows.model.config.get_text_config()
+        window = max((window or 0 for window in windows_of(config) or ()), default=0)
+        longest = getattr(self._session.engine, "max_model_len", config.max_position_embeddings)
+        if not window or longest <= window or rows.experts is not None or rows.support is not None:
+            return rows.input_ids.new_zeros(0, dtype=torch.float32)
+        real = rows.input_ids[0][rows.attention_mask[0].bool()]
+        ids = real.repeat(-(-(window + BEYOND) // len(real)))[: window + BEYOND]
+        labels = ids.roll(-1).masked_fill(torch.arange(len(ids), device=ids.device) < window - 1, IGNORED)
+        labels[-1] = IGNORED
+        places = torch.arange(len(ids), device=ids.device)[None]
+        alone = rows.forward(labels[None], input_ids=ids[None], position_ids=places).log_probs
+        twice, mask = ids.repeat(2, 1), torch.ones_like(ids).repeat(2, 1)
+        pack = Pack.of(twice, mask, BEYOND, shared_below=1.0)
+        assert pack is not None
+        given = replace(rows, input_ids=twice, attention_mask=mask, completion_length=BEYOND, at_once=2)
+        packed = self._score_packs(replace(given, router_loss=False), [pack]).log_probs
+        return (packed - alone[:, -BEYOND - 1 : -1]).abs().flatten().float()
 
     def close(self) -> None:
         """Restore the attention implementation that each model's config named before."""

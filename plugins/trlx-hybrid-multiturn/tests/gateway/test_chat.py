@@ -1,5 +1,7 @@
 """Requests of OpenAI's chat completions: each parameter is honoured, overridden, without effect, or refused by name."""
 
+import socket
+
 import httpx
 import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
@@ -164,6 +166,17 @@ def test_nobody_else_can_ask_and_nothing_can_be_too_large(seat):
     except httpx.WriteError:
         return  # the server may close the connection before all is sent
     assert large.status_code == 413
+
+
+def test_small_answers_are_sent_at_once(seat):
+    """Else the system keeps the second part of each until the client has confirmed the first, for 40 ms."""
+    _, url = seat
+    with httpx.Client() as client:
+        assert client.get(f"{url}/models").status_code == 200
+        open_ones = [*gateway()._server.server_state.connections]
+        sockets = [connection.transport.get_extra_info("socket") for connection in open_ones]
+        assert sockets
+        assert all(each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for each in sockets)
 
 
 def test_a_client_that_goes_away_leaves_its_answer_for_the_next_time(seat):

@@ -25,6 +25,8 @@ from .seat import Seat
 
 LARGEST = 32 << 20
 """Bytes of the largest request."""
+BACKLOG = 2048
+"""The number of connections that may wait to be accepted."""
 START_SECONDS = 30.0
 
 
@@ -39,7 +41,10 @@ class Gateway:
     def __init__(self) -> None:
         self._seats: dict[str, Seat] = {}
         self._numbers = itertools.count()
-        self._socket = socket.create_server(("127.0.0.1", 0))
+        # asyncio sends small answers at once only where a socket names its protocol. Else each one waits for 40 ms.
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        self._socket.bind(("127.0.0.1", 0))
+        self._socket.listen(BACKLOG)
         self._ready = threading.Event()
         self._server: uvicorn.Server | None = None
         self.loop: asyncio.AbstractEventLoop = asyncio.new_event_loop()

@@ -90,18 +90,18 @@ class _Alternating:
 
     def __init__(self, turns: int) -> None:
         from openai import AsyncOpenAI
-        from trlx_hybrid_multiturn import Step, episodes
+        from trlx_hybrid_multiturn import Environment, Step, episodes
         from trlx_hybrid_multiturn.gateway import agents
 
         client_of_all = AsyncOpenAI(base_url="http://localhost", api_key="none")
 
-        class Environment:
+        class GoesOn(Environment):
             """The environment that says what the agent says."""
 
-            def reset(self, row: Mapping[str, Any]) -> None:
+            async def reset(self, row: Mapping[str, Any]) -> None:
                 self.turn = 0
 
-            def step(self, completion: str) -> Any:
+            async def step(self, completion: str) -> Step:
                 self.turn += 1
                 return Step(observation=SHOWN, done=self.turn == turns, reward=float(self.turn % 2))
 
@@ -113,7 +113,7 @@ class _Alternating:
                 messages.append({"role": "user", "content": SHOWN})
             return float(len(messages) % 7)
 
-        self._arms = [episodes(Environment), agents(agent)]
+        self._arms = [episodes(GoesOn), agents(agent)]
         self._played = 0
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:

@@ -1,17 +1,23 @@
 """Tools and environments that answer with pictures."""
 
 import copy
+import io
+import itertools
+from base64 import b64encode
 
 import pytest
 import trlx_hybrid
 from datasets import Dataset
+from openai import BadRequestError
 from trl import GRPOConfig
 from trlx_hybrid.contract.conversation import images_of
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.testing.models import MARKS, character_tokenizer, tiny_grpo, tiny_model
 from trlx_hybrid_multiturn import Step, episode_reward, episodes
+from trlx_hybrid_multiturn.gateway import agents
 from trlx_hybrid_multiturn.tokens import TemplateTokens
 
+from tests.support.agents import CLIENT
 from tests.support.vision import chatty_vision_model, picture
 
 NEEDED = "the processors of vision-language models need torchvision"
@@ -205,3 +211,83 @@ def test_a_text_model_leaves_the_field_to_reward_functions(tmp_path):
     text = (tiny_model(max_position_embeddings=2048), character_tokenizer())
     trained(tmp_path, rollout_func=pictured, seen_by=text, reward_funcs=reward)
     assert seen[0] == "shot0.png"
+
+
+class Shows(Gallery):
+    """Adds nothing to the dataset's prompt, which has a picture."""
+
+    def reset(self, row):
+        self.shown = 0
+
+
+def sent(messages):
+    """As an API takes them, with pictures in base64."""
+
+    def part(block):
+        if block["type"] == "text":
+            return block
+        block["image"].save(file := io.BytesIO(), "png")
+        return {
+            "type": "image_url",
+            "image_url": {"url": f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"},
+        }
+
+    return [{**m, "content": [part(block) for block in m["content"]]} for m in messages]
+
+
+async def visits(base_url, row):
+    """The agent that says what `Shows` shows."""
+    client, gallery, reward = CLIENT.with_options(base_url=base_url), Shows(), None
+    gallery.reset(row)
+    asked = [{"type": "image", "image": row["image"]}, {"type": "text", "text": row["prompt"][0]["content"]}]
+    messages = sent([{"role": "user", "content": asked}])
+    for _ in range(4):
+        try:
+            done = await client.chat.completions.create(model="policy", messages=messages)
+        except BadRequestError as error:
+            if error.code != "context_length_exceeded":
+                raise
+            break
+        text = done.choices[0].message.content or ""
+        step = gallery.step(text)
+        if step.reward is not None:
+            reward = (reward or 0.0) + step.reward
+        if step.done:
+            break
+        messages += [{"role": "assistant", "content": text}, *sent(step.observation)]
+    return reward
+
+
+def test_pictures_that_an_agent_sends_reach_the_engine_and_the_loss(tmp_path):
+    """The same tokens, masks and pictures as those of an environment."""
+    pictures = [picture("qwen3_vl", number % 5, number) for number in range(16)]
+    found = []
+    for rollout in (episodes(Shows, max_turns=4), agents(visits, max_turns=4)):
+        given = gallery([0] * 16, image=pictures) | {"rollout_func": rollout}
+        batches, logs = trained(tmp_path / str(len(found)), **given)
+        assert all(log["hybrid/trajectories/failed"] == 0 for log in logs)
+        assert all(log["sampling/sampling_logp_difference/max"] < GAP for log in logs)
+        found.append(batches[0])
+    for (ids, images), (others, seen) in zip(*(zip(zip(*batch[:3]), batch[-2]) for batch in found), strict=True):
+        assert ids == others
+        assert [image.tobytes() for image in images] == [image.convert("RGB").tobytes() for image in seen]
+    assert len({len(images) for images in found[1][-2]}) > 1
+
+
+def test_an_agent_that_fails_leaves_the_picture_of_its_prompt(tmp_path):
+    """Its row is masked, and is scored with the others."""
+    calls = itertools.count()
+
+    async def fails(base_url, row):
+        if next(calls) % 2:
+            raise ValueError("no")
+        return await visits(base_url, row)
+
+    pictures = [picture("qwen3_vl", number % 5, number) for number in range(16)]
+    given = gallery([0] * 16, image=pictures) | {"rollout_func": agents(fails, max_turns=2)}
+    given["hybrid"] = {"rollout": "multi_turn", "rollout_options": {"max_failed": 1.0}}
+    batches, logs = trained(tmp_path, **given)
+    assert [log["hybrid/trajectories/failed"] for log in logs] == [4, 4]
+    for *_, images, _ in batches:
+        assert all(len(seen) >= 1 for seen in images)
+    assert all(log["sampling/sampling_logp_difference/max"] < GAP for log in logs)

@@ -1,11 +1,14 @@
 """Requests of OpenAI's chat completions: each parameter is honoured, overridden, without effect, or refused by name."""
 
+import io
 import socket
+from base64 import b64encode
 
 import httpx
 import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
-from trlx_hybrid_multiturn.gateway import chat
+from PIL import Image
+from trlx_hybrid_multiturn.gateway import chat, messages, responses
 from trlx_hybrid_multiturn.gateway.asked import Said, compared
 from trlx_hybrid_multiturn.gateway.errors import RefusedError
 from trlx_hybrid_multiturn.gateway.seat import Ended, Seat, Turn
@@ -37,7 +40,8 @@ def test_values_that_change_nothing_are_served(name):
         ({"messages": []}, "at least one message"),
         ({"messages": [{"role": "robot", "content": ""}]}, "its role is none of"),
         ({"messages": [{"role": ["user"], "content": ""}]}, "its role is none of"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content of type 'image_url'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "taken as base64 only"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "content of type 'input_audio'"),
         ({"messages": [{"role": "user", "content": ["hello"]}]}, "content of type None"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "lone surrogate"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "tool_calls cannot be read"),
@@ -185,3 +189,56 @@ def test_a_client_that_goes_away_leaves_its_answer_for_the_next_time(seat):
         httpx.post(f"{url}/chat/completions", json=ASKED, timeout=0.5)
     answering(seat, "late")
     assert ask(url, ASKED["messages"]).json()["choices"][0]["message"]["content"] == "late"
+
+
+# --- images -----------------------------------------------------------------------------------------------------------
+
+
+def picture(file_format="png", size=(3, 2)):
+    """A file in base64."""
+    Image.new("RGB", size, (1, 2, 3)).save(file := io.BytesIO(), file_format)
+    return b64encode(file.getvalue()).decode()
+
+
+def shown(read, body):
+    """The content of the last message that a request has, with pixels for images."""
+    (*_, message) = read(body).messages
+    blocks = message["content"]
+    return [block["text"] if block["type"] == "text" else block["image"].getpixel((0, 0)) for block in blocks]
+
+
+def test_images_of_all_apis_are_read():
+    url, text = f"data:image/png;base64,{picture()}", {"type": "text", "text": "see"}
+    asked = {"messages": [{"role": "user", "content": [text, {"type": "image_url", "image_url": {"url": url}}]}]}
+    assert shown(chat.read, asked) == ["see", (1, 2, 3)]
+    items = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": "see"}]
+    assert shown(responses.read, {"input": [{"role": "user", "content": items}]}) == [(1, 2, 3), "see"]
+    source = {"type": "base64", "media_type": "image/png", "data": picture()}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image", "source": source}, text]}
+    assert shown(messages.read, {"messages": [{"role": "user", "content": [result]}]}) == [(1, 2, 3), "see"]
+
+
+@pytest.mark.parametrize(
+    ("role", "image", "reason"),
+    [
+        ("user", {"url": "https://example.org/a.png"}, "none is fetched"),
+        ("user", {"url": "data:image/png;base64,AAAA"}, "an image cannot be read"),
+        ("user", {"url": 3}, "taken as base64 only"),
+        ("user", "data", "taken as base64 only"),
+        ("assistant", {"url": f"data:image/png;base64,{picture()}"}, "content of type 'image_url' is not served"),
+        ("user", {"url": f"data:image/png;base64,{picture(size=(9000, 9000))}"}, "more than"),
+    ],
+)
+def test_images_that_cannot_be_taken_are_refused(role, image, reason):
+    content = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": image}]
+    with pytest.raises(RefusedError, match=reason):
+        chat.read(ASKED | {"messages": [{"role": role, "content": content}]})
+
+
+def test_an_image_is_the_same_however_its_file_is_written():
+    def read(file_format):
+        url = f"data:image/{file_format};base64,{picture(file_format)}"
+        content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": " see"}]
+        return chat.read(ASKED | {"messages": [{"role": "user", "content": content}]}).compared()
+
+    assert read("png") == read("bmp")

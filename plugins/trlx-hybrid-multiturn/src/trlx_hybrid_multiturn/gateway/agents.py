@@ -94,6 +94,7 @@ class Agents(EpisodeRollout):
             functools.partial(self._note_overridden, trainer),
             branching=branching(trainer),
             logprobs=trainer.session.sampling.logprobs is not None,
+            sees_images=bool(trainer._is_vlm),
         )
         self._played.append(episode)
         return episode
@@ -128,11 +129,12 @@ class Agents(EpisodeRollout):
 
 
 def branching(trainer: Any) -> bool:
-    """Return whether an episode may have several branches. The router's experts, truncated sampling and TRL's Liger
-    loss are known for whole rows only."""
+    """Return whether an episode may have several branches. The router's experts, truncated sampling, images and TRL's
+    Liger loss are known for whole rows only."""
     session = trainer.session
     part_of_the_ids = session.over_support and session.sampling.truncated_by()
-    return session.router_replay is None and not part_of_the_ids and not trainer.args.use_liger_kernel
+    whole = session.router_replay is not None or part_of_the_ids or trainer.args.use_liger_kernel
+    return not (whole or trainer._is_vlm)
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -106,14 +107,23 @@ class Said:
 
 
 def compared(message: Mapping[str, Any]) -> Any:
-    """Return what of a message is compared between two requests. Clients strip texts, leave out reasoning, and write
-    the arguments of tool calls anew; none of that makes it another message."""
+    """Return the parts of a message that are compared between two requests. Clients strip texts, leave out reasoning,
+    and write the arguments of tool calls anew; none of that makes it another message."""
     calls = [
         (call["function"]["name"], _parsed(call["function"].get("arguments")))
         for call in message.get("tool_calls") or ()
     ]
     content = message.get("content") or ""
-    return message["role"], content.strip() if isinstance(content, str) else content, calls
+    parts = [_part(block) for block in content] if isinstance(content, list) else [content.strip()]
+    return message["role"], parts, calls
+
+
+def _part(block: Mapping[str, Any]) -> Any:
+    """Return a block of a content as it is compared: a text, or an image's size and the hash of its pixels."""
+    if block.get("type") != "image":
+        return str(block.get("text", "")).strip()
+    image = block["image"].convert("RGB")
+    return [*image.size, hashlib.blake2b(image.tobytes(), digest_size=16).hexdigest()]
 
 
 def _parsed(arguments: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 from .asked import Asked, Message, Said
 from .errors import RefusedError
-from .reading import checked, limit_of, messages_of, overridden_of, stops_of, switch_of, text_of
+from .reading import Pictures, checked, content_of, limit_of, messages_of, overridden_of, stops_of, switch_of
 
 HONOURED = (
     "messages",
@@ -54,6 +54,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
 }
 """Values of parameters that change nothing. None is one of them everywhere."""
+PICTURES: Pictures = {"image_url": lambda part: part["image_url"]["url"]}
+SHOWN_IMAGES = ("user", "tool")
+"""The roles whose messages may have images."""
 ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -104,7 +107,8 @@ def _message(number: int, message: Any) -> Message:
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str) or role not in ROLES:
         raise RefusedError(f"{name}: its role is none of {', '.join(ROLES)}.", parameter="messages")
-    read: Message = {"role": ROLES[role], "content": text_of(name, message.get("content"))}
+    pictures = PICTURES if role in SHOWN_IMAGES else {}
+    read: Message = {"role": ROLES[role], "content": content_of(name, message.get("content"), pictures)}
     calls = message.get("tool_calls")
     if calls:
         try:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trlx_hybrid.contract.conversation import Conversation, Limits, Message, RequestMaker
+from trlx_hybrid.contract.conversation import Conversation, Limits, Message, RequestMaker, images_of
 from trlx_hybrid.contract.types import Completion
 from trlx_hybrid.episodes.answers import described
 from trlx_hybrid.errors import EngineError
@@ -64,14 +64,13 @@ class AgentEpisode(Episode):
         overridden: called with the parameters of each request whose place the run's own settings take.
         branching: whether the episode may have several branches.
         logprobs: whether the run samples with log-probs.
+        sees_images: whether the model takes images. An episode then has one branch.
 
     Attributes:
         reward: the agent's reward; None where it gave none, or the episode broke off.
         branches: for each later branch, where it begins in the completion, and the number of its prompt's tokens.
-        images: none; text only.
+        images: the images of the prompt and of all that the model was shown after it.
     """
-
-    images: tuple[object, ...] = ()
 
     def __init__(
         self,
@@ -89,11 +88,14 @@ class AgentEpisode(Episode):
         overridden: Callable[[Mapping[str, Any]], None],
         branching: bool,
         logprobs: bool,
+        sees_images: bool,
     ) -> None:
         super().__init__(index, [], limits, request, failed)
         self.reward: float | None = None
         self.branches: list[tuple[int, int]] = []
-        self._overridden, self._logprobs = overridden, logprobs
+        self.images: list[object] = []
+        self._images: dict[tuple[int, int], list[object]] = {}  # before each message of the model, by `Said.place`
+        self._overridden, self._logprobs, self._sees_images = overridden, logprobs, sees_images
         self._branches: dict[int, Branch] = {}  # those in which the model has spoken, by their numbers
         self._first: int | None = None  # the number of the branch whose prompt is the row's
         self._open = 0  # requests that are being sampled
@@ -103,9 +105,11 @@ class AgentEpisode(Episode):
         self._seat = Seat(gateway.loop, parser.count, Tree(prompt, branching=branching))
 
     def give_up(self) -> None:
-        """Set `prompt_ids` to the row's prompt where the agent has not asked, and remove the reward."""
+        """Set `prompt_ids` and `images` to those of the row's prompt where the agent has not asked, and remove the
+        reward."""
         self.reward = None
-        self.prompt_ids = self.prompt_ids or self._tokens(()).prompt(self._prompt)
+        if not self.prompt_ids:
+            self.prompt_ids, self.images = self._tokens(()).prompt(self._prompt), images_of(self._prompt)
 
     async def run(self) -> None:
         """Play the whole episode, then end its agent."""
@@ -155,6 +159,7 @@ class AgentEpisode(Episode):
             branches = [branch.until_heard(self._seat.heard) for branch in self._branches.values()]
             if heard := [branch for branch in branches if branch is not None]:
                 self.prompt_ids, self.branches = joined(heard, self.conversation)
+                self.images = self._images[heard[0].number, len(heard[0].ends) - 1]  # there is one branch, or no image
         if event.failure is not None:
             raise LostCallError(event.failure)
         if not heard:
@@ -183,7 +188,8 @@ class AgentEpisode(Episode):
             if asked.max_tokens is not None:
                 room = asked.max_tokens if room is None else min(room, asked.max_tokens)
             self._overridden(asked.overridden)
-            request = self._request(self._index, turn.place.draw, opened.context, None, room)
+            images = images_of(asked.messages)
+            request = self._request(self._index, turn.place.draw, opened.context, images or None, room)
             self._open, self._promised = self._open + 1, self._promised + len(opened.new)
             try:
                 completion = await Generate(request)
@@ -220,13 +226,15 @@ class AgentEpisode(Episode):
             branch.shown(opened.new, turn.place.new)
         cut = stopped is not None or completion.finish_reason == "length"
         branch.said(completion, len(context), message, cut)
+        place = branch.number, len(branch.ends) - 1
+        self._images[place] = images_of(asked.messages)
         return Said(
             message=message,
             length=completion.finish_reason == "length",
             prompt_ids=context,
             token_ids=completion.token_ids,
             stop=None if stopped is None else stopped[1],
-            place=(branch.number, len(branch.ends) - 1),
+            place=place,
             logprobs=self._parser.listed(completion) if asked.logprobs else None,
         )
 
@@ -246,6 +254,8 @@ class AgentEpisode(Episode):
             raise RefusedError("This run samples without log-probs.", parameter="logprobs")
         if self._turns + self._open > self.limits.tool_turns:
             raise RefusedError("The episode has no further turns.", code=CUT)
+        if images_of(asked.messages) and not self._sees_images:
+            raise RefusedError("This run's model takes no images.", parameter="messages")
         if asked.tools and not self._parser.finds_calls:
             raise RefusedError(
                 "TRL knows no schema for this chat template, so tool calls could not be told from text. Set the "

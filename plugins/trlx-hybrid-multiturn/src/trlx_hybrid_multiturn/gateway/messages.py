@@ -14,7 +14,17 @@ from typing import Any
 
 from .asked import Asked, Message, Said
 from .errors import RefusedError
-from .reading import by_members, checked, limit_of, messages_of, overridden_of, stops_of, text_of
+from .reading import (
+    Pictures,
+    by_members,
+    checked,
+    content_of,
+    limit_of,
+    messages_of,
+    overridden_of,
+    stops_of,
+    text_of,
+)
 from .seat import CUT
 
 HONOURED = ("messages", "system", "tools", "max_tokens", "stop_sequences", "stream", "model")
@@ -34,6 +44,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {"thinking": ({"type": "disabled"},)}
 """Values of parameters that change nothing. None is one of them everywhere."""
 OBJECTS = ("output_config",)
 """Parameters that are checked by their members."""
+PICTURES: Pictures = {"image": lambda part: part["source"]["data"]}
 SILENT = ("thinking", "redacted_thinking")
 """Blocks of the model's messages that are not shown to it again."""
 
@@ -105,16 +116,16 @@ def _messages(name: str, message: Any) -> list[Message]:
     texts, calls, results = [], [], list[Message]()
     for block in blocks:
         kind = block.get("type")
-        if kind == "text":
+        if kind == "text" or (kind in PICTURES and role == "user"):
             texts.append(block)
         elif kind == "tool_use" and role == "assistant":
             function = {"name": block.get("name"), "arguments": block.get("input") or {}}
             calls.append({"type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
-            results.append({"role": "tool", "content": text_of(name, block.get("content"))})
+            results.append({"role": "tool", "content": content_of(name, block.get("content"), PICTURES)})
         elif kind not in SILENT or role != "assistant":
             raise RefusedError(f"{name}: content of type {kind!r} is not served here.", parameter="messages")
-    said: Message = {"role": role, "content": text_of(name, texts)}
+    said: Message = {"role": role, "content": content_of(name, texts, PICTURES)}
     if calls:
         said["tool_calls"] = calls
     return results if results and not texts else [*results, said]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trl.chat_template_utils import add_response_schema, parse_response
-from trlx_hybrid.contract.conversation import Message
+from trlx_hybrid.contract.conversation import Message, images_of
 from trlx_hybrid.contract.types import Completion
 from trlx_hybrid.episodes.tokenizer import own_tokenizer
 
@@ -34,11 +34,12 @@ class Parser:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = own_tokenizer(tokenizer)
+        own = own_tokenizer(tokenizer)
+        self._tokenizer = getattr(own, "tokenizer", own)  # of a processor
         self._counter, self._counting = own_tokenizer(tokenizer), threading.Lock()
         if not self._has_schema():
             with contextlib.suppress(ValueError):  # TRL does not know this chat template
-                self._tokenizer = add_response_schema(self._tokenizer)
+                add_response_schema(own)
         self.finds_calls = self._has_schema()
 
     def message(self, token_ids: list[int], before: list[int], tools: Sequence[Mapping[str, Any]]) -> Message:
@@ -125,7 +126,13 @@ class Parser:
 
     def count(self, asked: Asked) -> int:
         """Return the number of tokens of a request's messages and tools, as the chat template renders them. May be
-        called from any thread."""
+        called from any thread.
+
+        Raises:
+            RefusedError: the messages have images.
+        """
+        if images_of(asked.messages):
+            raise RefusedError("Tokens of images are not counted before they are sent.", parameter="messages")
         with self._counting:
             ids = self._counter.apply_chat_template(
                 list(asked.messages), tools=list(asked.tools) or None, add_generation_prompt=True, return_dict=False

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from .errors import RefusedError
+
+PIXELS = 1 << 26
+"""Pixels of the largest image."""
 
 
 def checked(body: Any, known: Collection[str], neutral: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
@@ -121,6 +126,67 @@ def stops_of(name: str, value: Any) -> list[str]:
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise RefusedError(f"{name}={json.dumps(value)}: it is a text, or a list of texts.", parameter=name)
     return texts
+
+
+Pictures = Mapping[str, Callable[[Mapping[str, Any]], Any]]
+"""The types of blocks that hold an image, each with a function that returns the image of such a block, as base64."""
+
+
+def content_of(
+    name: str, content: Any, pictures: Pictures, *, parameter: str = "messages", served: Collection[str] = ("text",)
+) -> str | list[dict[str, Any]]:
+    """Return a content as chat templates take it: a text, or, where it has images, a list of blocks.
+
+    Args:
+        name: the content's place in the request, for messages.
+        content: the content.
+        pictures: types of blocks of images.
+        parameter: the parameter of the request that holds it.
+        served: types of blocks of text.
+
+    Raises:
+        RefusedError: it holds something else than texts and images, a lone surrogate, or an image that cannot be read.
+    """
+    parts = content if isinstance(content, list) else []
+    kinds = [part.get("type") if isinstance(part, dict) else None for part in parts]
+    if not any(kind in pictures for kind in kinds):
+        return text_of(name, content, parameter=parameter, served=served)
+    blocks: list[dict[str, Any]] = []
+    for kind, part in zip(kinds, parts, strict=True):
+        if kind is None or kind not in pictures:
+            text = text_of(name, [part], parameter=parameter, served=served)
+            blocks.append({"type": "text", "text": text})
+            continue
+        try:
+            data = pictures[kind](part)
+        except (KeyError, TypeError):
+            data = None
+        blocks.append({"type": "image", "image": _image(name, data, parameter)})
+    return blocks
+
+
+def _image(name: str, data: Any, parameter: str) -> Any:
+    """Return an image in RGB.
+
+    Args:
+        name: the place of its content in the request, for messages.
+        data: the image's file in base64, or as a data URL.
+        parameter: the parameter of the request that holds it.
+
+    Raises:
+        RefusedError: it is at another address, has too many pixels, or cannot be read.
+    """
+    from PIL import Image
+
+    if not isinstance(data, str) or data.startswith(("http:", "https:", "file:")):
+        raise RefusedError(f"{name}: an image is taken as base64 only, and none is fetched.", parameter=parameter)
+    try:
+        image = Image.open(io.BytesIO(base64.b64decode(data.partition(",")[2] if data.startswith("data:") else data)))
+        if image.width * image.height > PIXELS:
+            raise RefusedError(f"{name}: an image has more than {PIXELS:,} pixels.", parameter=parameter)
+        return image.convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise RefusedError(f"{name}: an image cannot be read: {error}.", parameter=parameter) from None
 
 
 def text_of(name: str, content: Any, *, parameter: str = "messages", served: Collection[str] = ("text",)) -> str:

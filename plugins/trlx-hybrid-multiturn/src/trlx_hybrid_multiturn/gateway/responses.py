@@ -17,7 +17,7 @@ from typing import Any
 from . import chat
 from .asked import Asked, Message, Said
 from .errors import RefusedError
-from .reading import by_members, checked, limit_of, overridden_of, text_of
+from .reading import Pictures, by_members, checked, content_of, limit_of, overridden_of, text_of
 
 HONOURED = ("input", "instructions", "tools", "max_output_tokens", "stream", "model")
 OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "seed", "tool_choice", "reasoning.effort", "text.verbosity")
@@ -68,6 +68,7 @@ here."""
 OBJECTS = ("text", "reasoning", "prompt_cache_options")
 """Parameters that are checked by their members."""
 ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
+PICTURES: Pictures = {"input_image": lambda part: part["image_url"]}
 TEXTS = ("input_text", "output_text")
 """Types of contents that are served."""
 SHOWN = ("name", "description", "parameters")
@@ -98,7 +99,7 @@ def read(body: Any) -> Asked:
     choice = given.pop("tool_choice", "auto")
     if choice not in ("auto", "none"):
         given["tool_choice"] = choice
-    instructions = _text("instructions", given.get("instructions"), "instructions")
+    instructions = text_of("instructions", given.get("instructions"), parameter="instructions", served=TEXTS)
     messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
     return Asked(
         messages=messages + _messages(given.get("input")),
@@ -148,13 +149,14 @@ def _messages(items: Any) -> list[Message]:
             role = item.get("role")
             if not isinstance(role, str) or role not in ROLES:
                 raise RefusedError(f"{name}: its role is none of {', '.join(ROLES)}.", parameter="input")
-            found.append({"role": ROLES[role], "content": _text(name, item.get("content"))})
+            content = _content(name, item.get("content"), PICTURES if role == "user" else {})
+            found.append({"role": ROLES[role], "content": content})
         elif kind == "function_call":
             if not found or found[-1]["role"] != "assistant":
                 found.append({"role": "assistant", "content": ""})
             found[-1].setdefault("tool_calls", []).append(_call(name, item))
         elif kind == "function_call_output":
-            result: Message = {"role": "tool", "content": _text(name, item.get("output"))}
+            result: Message = {"role": "tool", "content": _content(name, item.get("output"), PICTURES)}
             found.append(result | ({"name": item["name"]} if item.get("name") else {}))
         elif kind != "reasoning":  # what the model thought is not shown to it again
             raise RefusedError(f"{name}: an item of type {json.dumps(kind)} is not served here.", parameter="input")
@@ -174,8 +176,8 @@ def _call(name: str, item: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": called, "arguments": arguments}}
 
 
-def _text(name: str, content: Any, parameter: str = "input") -> str:
-    return text_of(name, content, parameter=parameter, served=TEXTS)
+def _content(name: str, content: Any, pictures: Pictures) -> str | list[dict[str, Any]]:
+    return content_of(name, content, pictures, parameter="input", served=TEXTS)
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------

@@ -27,6 +27,9 @@ LARGEST = 32 << 20
 """Bytes of the largest request."""
 BACKLOG = 2048
 """The number of connections that may wait to be accepted."""
+KEPT_SECONDS = 3600
+"""Seconds for which a connection without a request is kept open. Tools may take their time, and a client that sends its
+next request while the server closes the connection gets an error."""
 START_SECONDS = 30.0
 
 
@@ -82,7 +85,14 @@ class Gateway:
                 Route("/{secret}/v1/messages/count_tokens", self._count, methods=["POST"]),
             ]
         )
-        config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(
+            app,
+            log_level="error",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+            timeout_keep_alive=KEPT_SECONDS,
+        )
         self._server = uvicorn.Server(config)
         self.loop.call_soon(self._ready.set)
         self.loop.run_until_complete(self._server.serve([self._socket]))

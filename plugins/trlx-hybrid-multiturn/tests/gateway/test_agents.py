@@ -23,7 +23,7 @@ from trlx_hybrid_multiturn.gateway import command
 from trlx_hybrid_multiturn.gateway.agents import Agents
 from trlx_hybrid_multiturn.gateway.command import CommandError
 from trlx_hybrid_multiturn.gateway.episode import AgentEpisode
-from trlx_hybrid_multiturn.loop import CallTool
+from trlx_hybrid_multiturn.loop import CallTool, Outcome
 from trlx_hybrid_multiturn.progress import Progress
 
 from tests.support.agents import CLIENT, PARAMETERS, QUESTIONS, TOOLS, TURNS
@@ -353,22 +353,38 @@ def test_requests_at_one_time_share_the_room(train):
     assert {"stop", "refused"} <= {*reasons} <= {"stop", "refused", "length"}
 
 
-def test_a_request_that_its_agent_did_not_wait_for_is_not_trained(train):
+def test_a_request_that_its_agent_did_not_wait_for_is_not_trained(train, monkeypatch):
+    """It is still being answered when the agent ends."""
+    answered = AgentEpisode._answered
+
+    async def never(self, turn):
+        if len(turn.asked.messages) == 2:
+            await CallTool("never", lambda report: lambda reason: None)
+        await answered(self, turn)
+
     async def agent(base_url, row):
         client = CLIENT.with_options(base_url=base_url)
         left = asyncio.ensure_future(client.chat.completions.create(model="any", messages=[row["prompt"][0]] * 2))
         await client.chat.completions.create(model="any", messages=row["prompt"], max_tokens=1)
+        await asyncio.sleep(0.2)
         left.cancel()
         return 1.0
 
+    monkeypatch.setattr(AgentEpisode, "_answered", never)
     done, batches = train(agent, max_steps=1, max_completion_length=400)
     assert done.trainer.state.log_history[0]["hybrid/trajectories/failed"] == 0
     assert [sum(trajectory.loss_mask) for trajectory in batches[0]] == [1] * 8
     assert done.trainer.state.log_history[0]["hybrid/agents/branches"] == 1
 
 
-def test_what_an_agent_did_not_hear_is_not_trained(train):
-    """It gives up a request while the model answers, goes on without it, and gives up another at its end."""
+def test_what_an_agent_did_not_hear_is_not_trained(train, monkeypatch):
+    """It gives up a request, goes on without it, and gives up another at its end; the model answers both later."""
+    answered, held, given_up, told = AgentEpisode._answered, [], [], asyncio.Event()
+
+    async def later(self, turn):
+        if turn.place.branch or turn.place.after:
+            await CallTool("later", lambda report: held.append(report) or (lambda reason: None))
+        await answered(self, turn)
 
     async def agent(base_url, row):
         client, messages = CLIENT.with_options(base_url=base_url, max_retries=0), list(row["prompt"])
@@ -377,12 +393,21 @@ def test_what_an_agent_did_not_hear_is_not_trained(train):
         gone.cancel()
         messages += [done.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "and?"}]
         left = asyncio.ensure_future(client.chat.completions.create(model="any", messages=messages))
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)
         left.cancel()
-        await asyncio.sleep(0.5)  # until the model has answered both
+        given_up.append(row)
+        if len(given_up) == 8:
+            await asyncio.sleep(1.0)  # until the server knows
+            for report in held:
+                report(Outcome())
+            await asyncio.sleep(1.0)  # until the model has answered all
+            told.set()
+        await told.wait()
         return 1.0
 
+    monkeypatch.setattr(AgentEpisode, "_answered", later)
     done, batches = train(agent, max_steps=1, max_completion_length=400)
+    assert held
     assert done.trainer.state.log_history[0]["hybrid/trajectories/failed"] == 0
     assert [sum(trajectory.loss_mask) for trajectory in batches[0]] == [1] * 8
     assert [len(trajectory.completion_ids) for trajectory in batches[0]] == [1] * 8
@@ -431,7 +456,7 @@ def test_equal_requests_that_are_open_when_the_time_is_over_are_all_refused(trai
 
     monkeypatch.setattr(AgentEpisode, "_answered", never_the_second)
     given = {"max_steps": 1, "per_device_train_batch_size": 4, "max_completion_length": 400}
-    done, _ = train(agent, options={"max_seconds": 4.0}, **given)
+    done, _ = train(agent, options={"max_seconds": 10.0}, **given)
     assert done.trainer.state.log_history[0]["hybrid/trajectories/failed"] == 0
     until = time.monotonic() + 30
     while len(ended) < 8 and time.monotonic() < until:

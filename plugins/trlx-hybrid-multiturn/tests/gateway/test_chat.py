@@ -239,6 +239,6 @@ def test_an_image_is_the_same_however_its_file_is_written():
     def read(file_format):
         url = f"data:image/{file_format};base64,{picture(file_format)}"
         content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": " see"}]
-        return chat.read(ASKED | {"messages": [{"role": "user", "content": content}]}).compared()
+        return chat.read(ASKED | {"messages": [{"role": "user", "content": content}]}).compared
 
     assert read("png") == read("bmp")

@@ -224,7 +224,8 @@ def whole_rows(
     tokens = np.concatenate([source[:tokens] for source, (_, tokens) in zip(of_rows, prefixes, strict=True)])
     places = np.concatenate([np.arange(tokens) + start for start, (_, tokens) in zip(whole_starts, prefixes)])
     order = np.argsort(tokens, kind="stable")
-    shared, begins, counts = np.unique(tokens[order], return_index=True, return_counts=True)
+    tokens, places = tokens[order], places[order]
+    shared, begins, counts = np.unique(tokens, return_index=True, return_counts=True)
     nested = any(tokens and prefixes[other][1] for other, tokens in prefixes)
     sizes = np.full(len(counts), counts.max(initial=1))
     if nested:  # a token near the root of a trie has many copies, and one near its leaves few
@@ -235,7 +236,7 @@ def whole_rows(
         copies = np.full((size, len(chosen)), -1)
         for copy in range(size):
             there = counts[chosen] > copy
-            copies[copy, there] = places[order][begins[chosen[there]] + copy]
+            copies[copy, there] = places[begins[chosen[there]] + copy]
         groups.append((shared[chosen], copies))
     sources = np.concatenate(of_rows)
     if room is not None:

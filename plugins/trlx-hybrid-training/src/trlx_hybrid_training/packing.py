@@ -152,11 +152,13 @@ class Pack:
             return None
         prefixes = of_prompts(RowLengths.of(prompts, lengths), shared_below)
         trie = False
-        if trie_below is not None:
+        tokens = sum(lengths) - sum(shared for _, shared in prefixes)
+        limit = 0.0 if trie_below is None else trie_below(tokens) * tokens
+        in_prompts = (prompts != PADDING).sum(1).tolist()
+        if sum(lengths) - sum(in_prompts) + len(lengths) < limit:  # else no trie can save as much
             rows = [row[row != PADDING] for row in read.to(torch.int32).numpy()]
-            found = of_trie(rows, (prompts != PADDING).sum(1).tolist())
-            tokens = sum(lengths) - sum(shared for _, shared in prefixes)
-            trie = sum(lengths) - sum(shared for _, shared in found) < trie_below(tokens) * tokens
+            found = of_trie(rows, in_prompts)
+            trie = sum(lengths) - sum(shared for _, shared in found) < limit
             prefixes = found if trie else prefixes
         mask, positions = whole, whole.cumsum(1) - 1
         if any(tokens for _, tokens in prefixes):

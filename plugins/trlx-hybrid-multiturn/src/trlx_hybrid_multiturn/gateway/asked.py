@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ Raw = str | list[int]
 """A prompt without a chat template: a text, or token ids."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Asked:
     """One request for the model's next message.
 
@@ -39,8 +40,9 @@ class Asked:
     logprobs: bool = False
     overridden: Mapping[str, Any] = field(default_factory=dict)
 
+    @functools.cached_property
     def compared(self) -> list[Any]:
-        """Return the conversation as a list whose beginnings are compared with what was said: of its messages, of the
+        """The conversation as a list whose beginnings are compared with what was said: of its messages, of the
         characters of a text, or of token ids."""
         if self.raw is not None:
             return [*self.raw]

@@ -89,7 +89,7 @@ class Seat:
             RefusedError: there is no room for a message, the episode is over, or it may have one branch only.
         """
         more = [asked.max_tokens, list(asked.stop), asked.logprobs, choice]
-        key = json.dumps([asked.compared(), asked.form, *more], default=str)
+        key = json.dumps([asked.compared, asked.form, *more], default=str)
         if again is not False and key in self._answers:
             return await asyncio.shield(self._answers[key])
         if self._over is not None:

@@ -87,7 +87,7 @@ class Tree:
         Raises:
             RefusedError: it begins a branch, and there may be one only.
         """
-        said, form = asked.compared(), asked.form
+        said, form = asked.compared, asked.form
         after = self._continued(said, form)
         continues = after is not None and self._last(*after)
         plain = after is None and said == self._prompt and not any(branch.plain for branch in self._branches)

@@ -12,6 +12,7 @@ BENCHMARKS = (
     "weight_sync",
     "offload",
     "step",
+    "defaults",
     "in_flight",
     "checks",
     "learning",

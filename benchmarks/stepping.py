@@ -30,7 +30,7 @@ class Stepper:
     """A trainer whose `train()` runs in a thread and waits before each step. A step lasts until the next one begins.
 
     Args:
-        kind: "trl" or "hybrid".
+        kind: "trl"; "hybrid", ours with the engine options of all arms; or "import", ours without a setting.
         folder: folder of the model.
         scale: the model and its lengths.
         variant: settings of trainer and engine.
@@ -58,7 +58,7 @@ class Stepper:
             "peft_config": adapter(variant) if variant.lora_rank else None,
             "callbacks": [_Pausing(self)],
         }
-        self._trainer = _stock(scale, variant, arguments) if kind == "trl" else _hybrid(scale, variant, arguments)
+        self._trainer = TRAINERS[kind](scale, variant, arguments)
         self._trainer.remove_callback(PrinterCallback)  # 26 lines of numbers that the result does not need
         self._prescribe()
         self._note_rollouts()
@@ -263,6 +263,15 @@ def _hybrid(scale: Scale, variant: Variant, arguments: dict[str, Any]) -> Any:
     fields = {"weights": variant.weights, **variant.hybrid}
     config = HybridConfig(engine="vllm", engine_options=engine_options(scale, variant), **fields)
     return GRPOTrainer(**arguments, hybrid=config)
+
+
+def _import(scale: Scale, variant: Variant, arguments: dict[str, Any]) -> Any:
+    from trlx_hybrid import GRPOTrainer
+
+    return GRPOTrainer(**arguments)
+
+
+TRAINERS = {"trl": _stock, "hybrid": _hybrid, "import": _import}
 
 
 def arguments_of(output: Path, scale: Scale, variant: Variant, batch: int, steps: int) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import random
 import statistics
@@ -27,7 +28,9 @@ from .result import Result, accelerator
 from .rollout import SCALES, write_model
 from .scale import Variant
 
-ARMS = ("environment", "agent")
+ARMS = ("environment", "agent", "processes")
+"""An environment; an agent in the trainer's process; the same agent in processes of its own."""
+PROCESSES = {"1.5b": 8, "tiny": 1}
 EPISODES = {"1.5b": 64, "tiny": 16}
 TURNS = {"1.5b": 5, "tiny": 3}
 TOKENS = {"1.5b": 100, "tiny": 8}
@@ -35,8 +38,8 @@ TOKENS = {"1.5b": 100, "tiny": 8}
 SHOWN = " ".join(f"{word:x}" for word in range(1, 30))
 """The message after a turn."""
 BATCH = 8
-WARM = 4
-"""The number of first steps that are left out, half of each arm."""
+WARM = 6
+"""The number of first steps that are left out, two of each arm."""
 LIMIT = 560.0
 """Seconds of the training, its start included."""
 
@@ -69,7 +72,7 @@ def measure(given: Mapping[str, Any]) -> dict[str, list[float]]:
         processing_class=tokenizer,
         args=arguments,
         reward_funcs=episode_reward,
-        rollout_func=_Alternating(TURNS[name]),
+        rollout_func=_Alternating(TURNS[name], PROCESSES[name]),
         train_dataset=_prompts(scale.prompt_tokens - 8, EPISODES[name] * (given["steps"] + 1)),
         hybrid=HybridConfig(
             engine="vllm",
@@ -82,18 +85,32 @@ def measure(given: Mapping[str, Any]) -> dict[str, list[float]]:
     return {arm: seconds[WARM + place :: len(ARMS)] for place, arm in enumerate(ARMS)}
 
 
+@functools.cache
+def _client_of_all() -> Any:
+    from openai import AsyncOpenAI
+
+    return AsyncOpenAI(base_url="http://localhost", api_key="none")
+
+
+async def played(base_url: str, row: Mapping[str, Any], turns: int) -> float:
+    """Say what the environment says, with OpenAI's client."""
+    client, messages = _client_of_all().with_options(base_url=base_url), list(row["prompt"])
+    for _ in range(turns):
+        done = await client.chat.completions.create(model="policy", messages=messages)
+        messages.append({"role": "assistant", "content": done.choices[0].message.content or ""})
+        messages.append({"role": "user", "content": SHOWN})
+    return float(len(messages) % 7)
+
+
 class _Alternating:
     """A `rollout_func` that plays the arms in turns."""
 
     rollout = "multi_turn"
     samples_from_session = True
 
-    def __init__(self, turns: int) -> None:
-        from openai import AsyncOpenAI
+    def __init__(self, turns: int, processes: int) -> None:
         from trlx_hybrid_multiturn import Environment, Step, episodes
         from trlx_hybrid_multiturn.gateway import agents
-
-        client_of_all = AsyncOpenAI(base_url="http://localhost", api_key="none")
 
         class GoesOn(Environment):
             """The environment that says what the agent says."""
@@ -105,15 +122,10 @@ class _Alternating:
                 self.turn += 1
                 return Step(observation=SHOWN, done=self.turn == turns, reward=float(self.turn % 2))
 
-        async def agent(base_url: str, row: Mapping[str, Any]) -> float:
-            client, messages = client_of_all.with_options(base_url=base_url), list(row["prompt"])
-            for _ in range(turns):
-                done = await client.chat.completions.create(model="policy", messages=messages)
-                messages.append({"role": "assistant", "content": done.choices[0].message.content or ""})
-                messages.append({"role": "user", "content": SHOWN})
-            return float(len(messages) % 7)
+        from .agents import played  # by this name, under which a process finds it, and not as part of `__main__`
 
-        self._arms = [episodes(GoesOn), agents(agent)]
+        agent = functools.partial(played, turns=turns)
+        self._arms = [episodes(GoesOn), agents(agent), agents(agent, processes=processes)]
         self._played = 0
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -146,13 +158,17 @@ def run(model: str, steps: int) -> Result:
         device=accelerator(),
         peer="environment",
         measurements=[Measurement(arm, tuple(seconds)) for arm, seconds in found.items()],
-        metrics={"agent_seconds_per_environment_second": medians["agent"] / medians["environment"]},
+        metrics={
+            f"{arm}_seconds_per_environment_second": medians[arm] / medians["environment"]
+            for arm in ("agent", "processes")
+        },
         settings={
             "model": model,
             "episodes": EPISODES[model],
             "turns": TURNS[model],
             "tokens_per_turn": TOKENS[model],
             "steps": steps,
+            "processes": PROCESSES[model],
         },
     )
 
@@ -160,7 +176,7 @@ def run(model: str, steps: int) -> Result:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.agents", description=__doc__)
     parser.add_argument("--model", choices=sorted(EPISODES), default="1.5b", help="tiny is for trying it on a CPU")
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps, half of each arm (default: 20)")
+    parser.add_argument("--steps", type=int, default=24, help="optimizer steps, a third of each arm (default: 24)")
     given = parser.parse_args()
     run(given.model, given.steps).publish()
 

@@ -20,44 +20,15 @@ from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid_multiturn import Step, episodes
 from trlx_hybrid_multiturn.gateway import command
-from trlx_hybrid_multiturn.gateway.agents import Agents
-from trlx_hybrid_multiturn.gateway.command import CommandError
+from trlx_hybrid_multiturn.gateway.agent_rollout import Agents
 from trlx_hybrid_multiturn.gateway.episode import AgentEpisode
+from trlx_hybrid_multiturn.gateway.program import CommandError
 from trlx_hybrid_multiturn.loop import CallTool, Outcome
 from trlx_hybrid_multiturn.progress import Progress
 
-from tests.support.agents import CLIENT, PARAMETERS, QUESTIONS, TOOLS, TURNS
+from tests.support.agents import CLIENT, PARAMETERS, QUESTIONS, TOOLS, TURNS, adds, rewrites
 
 MESSAGES = AsyncAnthropic(base_url="http://localhost", api_key="none")
-
-
-async def streamed(client, **request):
-    """A message that arrives in chunks."""
-    text, calls = "", []
-    async for chunk in await client.chat.completions.create(**request, stream=True):
-        delta = chunk.choices[0].delta
-        text += delta.content or ""
-        calls += [call.model_dump(exclude={"index"}) for call in delta.tool_calls or ()]
-    return {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
-
-
-async def adds(base_url, row):
-    """Lets the model call a tool, in up to three turns; the second is streamed."""
-    client, messages = CLIENT.with_options(base_url=base_url), list(row["prompt"])
-    for turn in range(3):
-        request = {"model": "any", "messages": messages, "tools": TOOLS}
-        if turn == 1:
-            message = await streamed(client, **request)
-        else:
-            done = await client.chat.completions.create(**request)
-            message = done.choices[0].message.model_dump(exclude_none=True)
-        messages.append(message)
-        for call in message.get("tool_calls", ()):
-            given = json.loads(call["function"]["arguments"])
-            messages.append({"role": "tool", "tool_call_id": call["id"], "content": str(given["a"] + given["b"])})
-        if messages[-1]["role"] == "assistant":
-            break
-    return float(len(messages))
 
 
 def test_what_is_trained_is_what_was_sampled(train):
@@ -229,23 +200,6 @@ def test_functions_are_agents_and_their_clients_may_send_a_request_again(train):
     assert again == [True] * 8
     assert done.trainer.state.log_history[0]["hybrid/turns/mean"] == 2
     assert done.trainer.state.log_history[0]["hybrid/agents/branches"] == 2
-
-
-async def rewrites(base_url, row):
-    """Asks a helper with a history of its own, shortens its own history, and then goes on with the first."""
-    client, first = CLIENT.with_options(base_url=base_url), list(row["prompt"])
-    said = []
-
-    async def ask(messages, **more):
-        done = await client.chat.completions.create(model="any", messages=messages, **more)
-        said.append(done.choices[0].message.content or "")
-        return done.choices[0].message.model_dump(exclude_none=True)
-
-    first.append(await ask(first))
-    await ask([{"role": "system", "content": "help"}, {"role": "user", "content": "do it"}], tools=TOOLS)
-    await ask([{"role": "user", "content": "in short: " + said[0]}])
-    await ask([*first, {"role": "user", "content": "more"}])
-    return float(sum(map(len, said)))
 
 
 def branches_of(trajectory):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,6 @@ from trlx_hybrid.contract.conversation import Conversation, Limits, Message, Req
 from trlx_hybrid.contract.types import Completion
 from trlx_hybrid.episodes.answers import described
 from trlx_hybrid.errors import EngineError
-from trlx_hybrid.interprocess.deadline import in_thread
 
 from ..episode import Episode, rendered
 from ..loop import CallTool, Generate, Outcome, Start
@@ -22,13 +20,9 @@ from ..tool_calls import LostCallError
 from .asked import Asked, Said
 from .branch import Branch, joined
 from .errors import RefusedError
+from .host import Begun, Host
 from .parsing import Parser
-from .seat import CUT, Ended, Seat, Turn
-from .server import Gateway
-from .tree import Tree
-
-Agent = Callable[[str, Mapping[str, Any]], Any]
-"""A coroutine function or a function of the base URL and the dataset's row; returns the reward, or None."""
+from .seat import CUT, Answers, Ended, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +47,7 @@ class AgentEpisode(Episode):
         index: number of the row in this rank's batch.
         row: the dataset's row.
         prompt: messages of the row's prompt.
-        agent: the agent.
-        gateway: takes its requests.
-        agents: the event loop of all agents.
+        host: runs its agent, and takes the agent's requests.
         tokens: returns the encoder of prompts and observations, with the tools that the model is offered.
         parser: turns what was sampled into messages.
         limits: limits of tokens and turns.
@@ -77,9 +69,7 @@ class AgentEpisode(Episode):
         index: int,
         row: Mapping[str, Any],
         prompt: list[Message],
-        agent: Agent,
-        gateway: Gateway,
-        agents: asyncio.AbstractEventLoop,
+        host: Host,
         tokens: Callable[[Sequence[Mapping[str, Any]]], TemplateTokens],
         parser: Parser,
         limits: Limits,
@@ -100,9 +90,9 @@ class AgentEpisode(Episode):
         self._first: int | None = None  # the number of the branch whose prompt is the row's
         self._open = 0  # requests that are being sampled
         self._promised = 0  # the tokens that these add and do not sample
-        self._row, self._prompt, self._agent = row, prompt, agent
-        self._gateway, self._agents, self._tokens, self._parser = gateway, agents, tokens, parser
-        self._seat = Seat(gateway.loop, parser.count, Tree(prompt, branching=branching))
+        self._row, self._prompt, self._host, self._tokens, self._parser = row, prompt, host, tokens, parser
+        self._branching = branching
+        self._seat: Answers
 
     def give_up(self) -> None:
         """Set `prompt_ids` and `images` to those of the row's prompt where the agent has not asked, and remove the
@@ -113,42 +103,12 @@ class AgentEpisode(Episode):
 
     async def run(self) -> None:
         """Play the whole episode, then end its agent."""
-        secret, url = self._gateway.open(self._seat)
-        end = self._start_agent(url)
+        begun = Begun(self._row, self._prompt, self._branching, self._parser.count)
+        self._seat = self._host.begin(begun)
         try:
             await super().run()
         finally:
-            self._seat.end(RefusedError("The episode is over.", status=410))
-            end()
-            self._gateway.close(secret)
-
-    def _start_agent(self, url: str) -> Callable[[], object]:
-        """Start the agent: a coroutine on the event loop of all agents, a function in a thread of its own. Returns a
-        function that ends it; one that runs in a thread cannot be ended."""
-        if asyncio.iscoroutinefunction(self._agent):
-            return asyncio.run_coroutine_threadsafe(self._await_agent(url), self._agents).cancel
-        in_thread(functools.partial(self._call_agent, url), "trlx-hybrid-agent")
-        return lambda: None
-
-    async def _await_agent(self, url: str) -> None:
-        try:
-            self._rewarded(await self._agent(url, self._row))
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:
-            self._raised(error)
-
-    def _call_agent(self, url: str) -> None:
-        try:
-            self._rewarded(self._agent(url, self._row))
-        except BaseException as error:
-            self._raised(error)
-
-    def _rewarded(self, reward: Any) -> None:
-        self._seat.ended(None if reward is None else float(reward))
-
-    def _raised(self, error: BaseException) -> None:
-        self._seat.ended(None, f"the agent raised {type(error).__name__}: {error}")
+            self._host.end(self._seat)
 
     async def play(self) -> None:
         """Answer the agent's requests, several at a time, until the agent has ended."""

@@ -136,7 +136,7 @@ class Gateway:
         except RefusedError as error:
             return JSONResponse(api.refused(error), error.status)
         if not await request.is_disconnected():
-            seat.heard.update(said.place for said in choices)
+            seat.hear(said.place for said in choices)
         if body.get("stream"):
             return StreamingResponse(lines(api.streamed(body, choices, number)), media_type="text/event-stream")
         return JSONResponse(api.written(body, choices, number))

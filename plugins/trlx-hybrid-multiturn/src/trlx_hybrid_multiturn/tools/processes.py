@@ -6,14 +6,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import json
 import math
 import os
 import secrets
-import select
-import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -24,15 +19,15 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 from trlx_hybrid.episodes.answers import CHARACTERS, UnshowableError
-from trlx_hybrid.interprocess import plain_data, process_tree, remote_errors
+from trlx_hybrid.interprocess import plain_data, remote_errors
 
 from ..loop import Outcome, Tool
 from . import worker_process
+from .supervised_process import SupervisedProcess
 from .threads import ToolCall, ToolWorkers
 from .worker_process import ANSWER_BYTES, FUNCTIONS, PLAIN, TooLongError, receive, send
 
 START_SECONDS = 60.0  # for the interpreter, and for the imports of a tool's module; no tool's deadline counts them
-CRASH_SECONDS = 5.0  # between the end of a process's socket and its own end, with all that it started
 ANSWER_PARTS = 4 << 20  # commas and brackets: each may become an object of some 60 bytes
 ANSWER_PIXELS = 1 << 26  # of all images together: 256 MiB in RGBA, from a PNG that may have a thousandth of that
 
@@ -204,13 +199,10 @@ class CrashError(Exception):
     """Raised where a tool's process ended during a call. Its message continues the sentence "tool 'name' ..."."""
 
 
-class WorkerProcess:
+class WorkerProcess(SupervisedProcess):
     """The trainer's handle of a process that calls tools. One thread at a time may use it, except for `kill`.
 
-    Everything that its tools start, daemons included, ends with the process, and the process ends with the trainer,
-    however the trainer ends: see `trlx_hybrid.interprocess.process_tree`. Until then, what tools started goes on
-    running, for later calls. The process has a session of its own, so that the terminal's Ctrl-C reaches only the
-    trainer. Its prints go to the trainer's stderr.
+    Until it ends, what tools started goes on running, for later calls.
 
     Args:
         characters: the largest number of characters of a result that the model is shown.
@@ -220,25 +212,13 @@ class WorkerProcess:
     """
 
     def __init__(self, characters: int) -> None:
-        self._channel, other_end = socket.socketpair()
-        self._killed = False
-        with other_end:
-            numbers = [str(number) for number in (other_end.fileno(), os.getpid(), characters)]
-            path = json.dumps([str(folder) for folder in sys.path])
-            # -P keeps this package's folder from shadowing modules that a tool imports.
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(Path(worker_process.__file__)), *numbers, path],
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                pass_fds=(other_end.fileno(),),
-                start_new_session=True,
-            )
+        super().__init__(Path(worker_process.__file__), str(characters))
 
     @property
     def usable(self) -> bool:
         """Return whether the process can take a call: it is alive, and its socket has nothing to read. Between calls
         there is nothing to read unless the process is ending or a tool wrote to the socket."""
-        return not self._killed and self._process.poll() is None and not self._can_be_read()
+        return self.how_it_ended() is None and not self._killed and not self.readable(0.0)
 
     def ask(self, message: bytes) -> dict[str, Any]:
         """Send a message to the process, wait for the answer, and return it. The wait has no time limit: without an
@@ -259,19 +239,15 @@ class WorkerProcess:
         """
         number = secrets.randbits(64)  # so that no tool knows the next one
         try:
-            send(self._channel, number, message)
+            send(self.channel, number, message)
             answered, body = None, b""
             while answered != number:  # an earlier call left something behind that wrote this
-                answered, body = receive(self._channel, ANSWER_BYTES)
+                answered, body = receive(self.channel, ANSWER_BYTES)
         except TooLongError as error:
             self.kill()
             raise RefusedError(f"gave an answer of {error}.", by_tool=True) from error
         except (EOFError, OSError):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(CRASH_SECONDS)
-            ended = self.how_it_ended() or "closed its process's connection to the trainer."
-            self.kill()
-            raise CrashError(ended) from None
+            raise CrashError(self.gone()) from None
         try:
             answer = _answer_in(body)
         except plain_data.NotPlainError as error:
@@ -283,41 +259,6 @@ class WorkerProcess:
         if answer["kind"] == "refused":
             raise RefusedError(str(answer["content"]))
         return answer
-
-    def kill(self) -> None:
-        """End the process, and all that it started, at once. A thread that waits for its answer gets a CrashError.
-
-        Any thread may call this.
-        """
-        killed, self._killed = self._killed, True
-        if not killed:
-            process_tree.end(self._process)
-        with contextlib.suppress(OSError):  # not connected any more
-            self._channel.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Kill the process, and release its socket."""
-        self.kill()
-        self._channel.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it waits in the kernel, and dies when a device answers
-            self._process.wait(CRASH_SECONDS)
-
-    def how_it_ended(self) -> str | None:
-        """Return how the process ended, in words that follow "tool 'name'"; None while it runs."""
-        code = self._process.poll()
-        if code is None or code >= 0:
-            return None if code is None else f"ended its process: exit code {code}."
-        try:
-            name = signal.Signals(-code).name
-        except ValueError:
-            name = f"signal {-code}"
-        hint = " (as Linux does when memory runs out)" if -code == signal.SIGKILL else ""
-        return f"crashed its process: {name}{hint}."
-
-    def _can_be_read(self) -> bool:
-        events = select.poll()
-        events.register(self._channel, select.POLLIN)
-        return bool(events.poll(0))
 
 
 def _answer_in(body: bytes) -> dict[str, Any]:

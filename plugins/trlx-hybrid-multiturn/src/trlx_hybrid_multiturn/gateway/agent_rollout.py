@@ -8,19 +8,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trlx_hybrid.contract.conversation import Message
+from trlx_hybrid.errors import ConfigError
 
 from ..environment import Row
 from ..rollout_func import Batch, EpisodeRollout, refuse_no_turns
 from ..tokens import TemplateTokens
-from ..tools.event_loop import DaemonLoop
-from .episode import Agent, AgentEpisode
+from .episode import AgentEpisode
+from .host import Agent, Host, OwnHost
 from .parsing import Parser
-from .server import gateway
+from .processes import ProcessHost
 
 logger = logging.getLogger(__name__)
 
 
-def agents(agent: Agent, *, max_turns: int | None = None) -> Agents:
+def agents(agent: Agent, *, max_turns: int | None = None, processes: int = 0) -> Agents:
     """Return a TRL `rollout_func` that runs one agent per row, whose requests the run's engine answers.
 
         async def solve(base_url, row):
@@ -36,12 +37,16 @@ def agents(agent: Agent, *, max_turns: int | None = None) -> Agents:
         agent: a function or a coroutine function of the base URL of OpenAI's API and the dataset's row. It returns the
             episode's reward, or None where reward functions compute it. Many run at once, functions in threads.
         max_turns: the largest number of the model's messages in one episode; None sets no limit here.
+        processes: the number of processes of each rank in which agents run, and with them the endpoint, so that they
+            do not hold up the trainer's own Python. They share no state with the script. 0: in the trainer's process.
 
     Raises:
-        ConfigError: `max_turns` is less than 1.
+        ConfigError: `max_turns` is less than 1, `processes` less than 0, or the agent cannot be sent to a process.
     """
     refuse_no_turns("agents", max_turns)
-    return Agents(agent, max_turns)
+    if processes < 0:
+        raise ConfigError(f"agents(processes={processes}): give the number of processes, or 0 for none.")
+    return Agents(agent, max_turns, processes)
 
 
 class Agents(EpisodeRollout):
@@ -51,9 +56,10 @@ class Agents(EpisodeRollout):
         agent: the agent.
     """
 
-    def __init__(self, agent: Agent, max_turns: int | None) -> None:
+    def __init__(self, agent: Agent, max_turns: int | None, processes: int = 0) -> None:
         super().__init__(max_turns)
         self.agent = agent
+        self._host: Host = ProcessHost(agent, processes) if processes else OwnHost(agent)
         self._parser: tuple[tuple[object, ...], Parser] | None = None  # with what it was made of
         self._played: list[AgentEpisode] = []
         self._begins: dict[int, Sequence[tuple[int, int]]] = {}  # by the hash of a row's tokens
@@ -83,9 +89,7 @@ class Agents(EpisodeRollout):
             index,
             row,
             prompt,
-            self.agent,
-            gateway(),
-            _event_loop().loop,
+            self._host,
             tokens,
             self._parser_of(trainer),
             batch.limits,
@@ -135,10 +139,3 @@ def branching(trainer: Any) -> bool:
     part_of_the_ids = session.over_support and session.sampling.truncated_by()
     whole = session.router_replay is not None or part_of_the_ids or trainer.args.use_liger_kernel
     return not (whole or trainer._is_vlm)
-
-
-@functools.cache
-def _event_loop() -> DaemonLoop:
-    """Return the event loop of all agents, started at the first call. It is not the server's: an agent that computes
-    for long holds up other agents, but no request."""
-    return DaemonLoop()

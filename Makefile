@@ -48,8 +48,9 @@ PLUGINS := vllm multiturn reshard ray trajectories training algorithms cure
 	$(CPU) $(BIN)/python -W ignore -m trlx_hybrid.testing.preloaded
 	@touch $@
 
+# Packages of reasoning-gym have old code that Python warns of when it first compiles them.
 quickstart: .venv/run
-	@$(CPU) $(BIN)/accelerate launch $(LAUNCH) examples/quickstart.py $(ARGS)
+	@$(CPU) PYTHONWARNINGS=ignore::SyntaxWarning $(BIN)/accelerate launch $(LAUNCH) examples/quickstart.py $(ARGS)
 
 test: .venv/compiled
 	$(CPU) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)

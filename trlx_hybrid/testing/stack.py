@@ -22,9 +22,11 @@ STACK = (
     "vllm.entrypoints.llm",
     "vllm.lora.layers",
     "vllm.model_executor.layers.quantization.online.base",
-    "vllm.v1.worker.cpu_worker",
     "trlx_hybrid.trl.trainer",
 )
+ON_A_CPU = "vllm.v1.worker.cpu_worker"
+"""Imported on machines without a GPU only: it replaces torch's streams of CUDA for the whole process, so that no graph
+could be captured."""
 
 _for_children = ExitStack()  # open until the process exits
 
@@ -38,6 +40,8 @@ def import_stack() -> None:
     for name in STACK:
         if find_spec(name.partition(".")[0]):
             importlib.import_module(name)
+    if find_spec("vllm") and importlib.import_module("vllm.platforms").current_platform.is_cpu():
+        importlib.import_module(ON_A_CPU)
 
 
 @contextmanager

@@ -66,17 +66,18 @@ def difference(case, dtype, device="cpu", window=None):
     return max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
 
 
-WINDOWS = pytest.mark.parametrize("window", [None, 1, 4, 100], ids=lambda window: f"window {window}")
+def windows(*sizes):
+    return pytest.mark.parametrize("window", sizes, ids=lambda window: f"window {window}")
 
 
-@WINDOWS
+@windows(None, 1, 4, 100)
 @pytest.mark.parametrize("case", [ALONE, SHARED], ids=["alone", "shared"])
 def test_rows_attend_to_themselves_and_to_the_prefix_that_they_share(case, window):
     assert difference(case, torch.float32, window=window) < 1e-6
 
 
 @ON_GPU
-@WINDOWS
+@windows(None, 2, 4, 100)
 @pytest.mark.parametrize("case", [ALONE, SHARED], ids=["alone", "shared"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_kernel_for_ragged_rows(dtype, case, window):
@@ -84,6 +85,13 @@ def test_the_kernel_for_ragged_rows(dtype, case, window):
     assert has_kernel(*tensors(case, dtype, "cuda")[:2]) == (dtype is not torch.float32)
     bound = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}[dtype]
     assert difference(case, dtype, "cuda", window) < bound
+
+
+@ON_GPU
+def test_a_window_of_one_token_is_refused_where_the_kernel_would_compute_it():
+    with pytest.raises(NotImplementedError, match="window of one token"):
+        difference(ALONE, torch.bfloat16, "cuda", window=1)
+    assert difference(ALONE, torch.float32, "cuda", window=1) < 1e-5
 
 
 def test_a_shared_prefix_has_the_same_gradient_each_time():

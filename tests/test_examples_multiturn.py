@@ -4,6 +4,7 @@ import os
 import random
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,9 @@ def start(*command):
     return done
 
 
+BUBBLEWRAP = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs the command bwrap")
+
+
 @pytest.fixture
 def example(monkeypatch):
     """The names of an example, without running it."""
@@ -36,6 +40,7 @@ def example(monkeypatch):
     [
         ("calculator.py", "rollout=multi_turn (tools)", "--num_tasks 16 --num_heldout 4"),
         ("agent.py", "rollout=multi_turn (rollout_func)", "--num_tasks 16 --num_heldout 4"),
+        pytest.param("mend.py", "rollout=multi_turn (rollout_func)", "", marks=BUBBLEWRAP),
         pytest.param("guessing_game.py", "rollout=multi_turn (HybridConfig.rollout)", "", marks=pytest.mark.slow),
     ],
 )

@@ -16,10 +16,11 @@ from anthropic import AsyncAnthropic
 from datasets import Dataset
 from openai import APIStatusError, BadRequestError, OpenAI
 from transformers import TrainerCallback
+from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid_multiturn import Step, episodes
-from trlx_hybrid_multiturn.gateway import command
+from trlx_hybrid_multiturn.gateway import agents, boxes, command, sandbox
 from trlx_hybrid_multiturn.gateway.agent_rollout import Agents
 from trlx_hybrid_multiturn.gateway.episode import AgentEpisode
 from trlx_hybrid_multiturn.gateway.program import CommandError
@@ -677,6 +678,24 @@ def test_a_program_is_an_agent(train):
     log = done.trainer.state.log_history[0]
     assert (log["hybrid/trajectories/failed"], log["hybrid/turns/mean"], log["reward"]) == (0, 2, 4.5)
     assert all(any(trajectory.loss_mask) for trajectory in batches[0])
+
+
+@pytest.mark.skipif(boxes._refusal() is not None, reason="needs the command bwrap")
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_program_in_a_sandbox_reaches_the_engine_and_nothing_else(train, tmp_path, processes):
+    (tmp_path / "agent.py").write_text(PROGRAM.replace(" and not os.listdir()", ""))
+
+    def box(base_url, row):
+        return sandbox(tmp_path, base_url=base_url, environment={"TOLD": "it ended"})
+
+    agent = command(["python", "agent.py"], reward=lambda row, output: float(len(output)), box=box)
+    given = {"max_steps": 1, "per_device_train_batch_size": 4, "max_completion_length": 400}
+    done, batches = train(agents(agent, processes=processes), **given)
+    log = done.trainer.state.log_history[0]
+    assert (log["hybrid/trajectories/failed"], log["hybrid/turns/mean"], log["reward"]) == (0, 2, 7.0)
+    assert all(any(trajectory.loss_mask) for trajectory in batches[0])
+    with pytest.raises(ConfigError, match="give the environment to the box"):
+        command(["true"], environment={}, box=box)
 
 
 def test_a_program_that_fails_says_why_and_one_that_never_ends_is_killed(tmp_path):

@@ -20,7 +20,6 @@ from trlx_hybrid_multiturn.gateway.agent_process import fields_of
 from trlx_hybrid_multiturn.gateway.asked import Asked
 from trlx_hybrid_multiturn.gateway.host import Begun
 from trlx_hybrid_multiturn.gateway.processes import ProcessHost
-from trlx_hybrid_multiturn.multi_turn import TrajectoriesFailedError
 
 ROOT = Path(__file__).parents[4]
 
@@ -83,7 +82,7 @@ def test_a_crashed_process_loses_its_episodes_only_and_the_next_batch_gets_anoth
 
 def test_an_agent_that_never_ends_is_ended_and_what_it_heard_is_kept(train, played, tmp_path):
     agent = functools.partial(played.never_ends, folder=str(tmp_path))
-    done, batches = train(agents(agent, processes=2), max_steps=1, options={"max_seconds": 5.0})
+    done, batches = train(agents(agent, processes=2), max_steps=1, options={"max_seconds": 8.0})
     assert done.trainer.state.log_history[0]["hybrid/trajectories/failed"] == 0
     assert all(any(trajectory.loss_mask) for trajectory in batches[0])
     late = threading.Event()
@@ -114,7 +113,7 @@ class Unloadable:
 
 
 def test_an_agent_that_cannot_be_loaded_there_is_named(train):
-    with pytest.raises(TrajectoriesFailedError, match=r"cannot be loaded in a process of its own: ValueError.*'seven'"):
+    with pytest.raises(ConfigError, match=r"processes=1\): the agent cannot be loaded .* ValueError.*'seven'"):
         train(agents(Unloadable(), processes=1))
 
 
@@ -181,6 +180,7 @@ def test_a_script_without_a_guard_ends_with_its_processes(tmp_path):
 
 def test_processes_end_with_their_host(played):
     host = ProcessHost(played.asks, 1)
+    host.prepare(3)
     seat = host.begin(Begun({"prompt": []}, [], True, len))
     process = seat.process
     assert process.how_it_ended() is None

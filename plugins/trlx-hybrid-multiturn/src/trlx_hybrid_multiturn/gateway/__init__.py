@@ -8,10 +8,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..rollout_func import episode_reward
     from .agent_rollout import agents
+    from .boxes import sandbox
     from .program import command
 
-__all__ = ["agents", "command", "episode_reward"]
-HOMES = {"agents": ".agent_rollout", "command": ".program", "episode_reward": "..rollout_func"}
+__all__ = ["agents", "command", "episode_reward", "sandbox"]
+HOMES = {
+    "agents": ".agent_rollout",
+    "command": ".program",
+    "episode_reward": "..rollout_func",
+    "sandbox": ".boxes",
+}
 """The module that each name comes from."""
 
 

@@ -66,8 +66,13 @@ class Agents(EpisodeRollout):
         self._told: set[str] = set()  # parameters that were said to be overridden
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """Run one agent per prompt. Its arguments and what it returns are those of `EpisodeRollout`."""
+        """Run one agent per prompt. Its arguments and what it returns are those of `EpisodeRollout`.
+
+        Raises:
+            ConfigError: as in `EpisodeRollout`, or a process for agents did not start, or could not load the agent.
+        """
         self._played, self._begins = [], {}
+        self._host.prepare(len(prompts))
         rows = super().__call__(prompts, trainer)
         for episode, *ids in zip(self._played, rows["prompt_ids"], rows["completion_ids"], strict=True):
             self._begins[hash((*ids[0], *ids[1]))] = episode.branches

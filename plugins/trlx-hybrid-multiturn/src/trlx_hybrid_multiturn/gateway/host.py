@@ -43,6 +43,9 @@ class Begun:
 class Host(Protocol):
     """A place where agents run: this process, or others."""
 
+    def prepare(self, episodes: int) -> None:
+        """Prepare for so many episodes, before their time begins."""
+
     def begin(self, begun: Begun) -> Answers:
         """Start the agent of an episode. Its requests can be taken from what is returned."""
 
@@ -62,6 +65,9 @@ class OwnHost:
         self._running: dict[
             Seat, tuple[str, Callable[[], object]]
         ] = {}  # the address's secret, and what ends the agent
+
+    def prepare(self, episodes: int) -> None:
+        """Do nothing: this process runs already."""
 
     def begin(self, begun: Begun) -> Seat:
         """Start the agent of an episode."""

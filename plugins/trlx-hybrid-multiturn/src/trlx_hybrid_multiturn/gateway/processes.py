@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import pickle
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable
@@ -32,7 +33,7 @@ START_SECONDS = 60.0  # for the interpreter, and for the imports of the agent's 
 class ProcessHost:
     """The host that runs agents in processes, each with a gateway of its own.
 
-    The processes start when they are first needed, and serve all batches. An episode belongs to the process that has
+    The processes start with the first batch, and serve all batches. An episode belongs to the process that has
     the fewest. A process that crashes loses its episodes only. A process shares no state with the trainer: it imports
     what the agent needs, but never the trainer's script, whose functions are pickled by value. It gets copies of rows.
 
@@ -55,13 +56,32 @@ class ProcessHost:
             ) from error
         self._number, self._episodes = processes, itertools.count()
         self._processes: list[AgentProcess] = []
-        weakref.finalize(self, _close, self._processes)
+        folder = tempfile.TemporaryDirectory(prefix="agents-", ignore_cleanup_errors=True)
+        self._temporary = folder.name
+        weakref.finalize(self, _close, self._processes, folder)
+
+    def prepare(self, episodes: int) -> None:
+        """Start the processes that so many episodes need and that do not run, and wait until they have loaded the
+        agent. An episode's time does not count this.
+
+        Raises:
+            ConfigError: a process did not start in time, or cannot load the agent.
+        """
+        for process in [process for process in self._processes if process.lost]:
+            self._processes.remove(process)
+            process.close()
+        while len(self._processes) < min(self._number, episodes):
+            self._processes.append(AgentProcess(self._agent, self._temporary))
+        for process in self._processes:
+            if lost := process.loaded():
+                raise ConfigError(f"agents(processes={self._number}): {lost}")
 
     def begin(self, begun: Begun) -> RemoteSeat:
         """Start the agent of an episode."""
         seat = RemoteSeat(next(self._episodes), begun.count)
-        while not any(process.open(seat) for process in self._by_load()):
-            self._processes.append(AgentProcess(self._agent))
+        if not any(process.open(seat) for process in sorted(self._processes, key=lambda p: p.episodes)):
+            self._processes.append(AgentProcess(self._agent, self._temporary))  # all others have ended meanwhile
+            self._processes[-1].open(seat)
         try:
             message = cloudpickle.dumps(("begin", dict(begun.row), begun.prompt, begun.branching))
         except Exception as error:
@@ -75,16 +95,6 @@ class ProcessHost:
         """End an episode and its agent."""
         seat.tell("close")
         seat.process.forget(seat)
-
-    def _by_load(self) -> list[AgentProcess]:
-        """Return the processes that an episode may go to, that with the fewest episodes first; none where another one
-        is to be started."""
-        for process in [process for process in self._processes if process.lost]:
-            self._processes.remove(process)
-            process.close()
-        if len(self._processes) < self._number:
-            return [process for process in self._processes if not process.episodes]
-        return sorted(self._processes, key=lambda process: process.episodes)
 
 
 class RemoteSeat(Events):
@@ -145,16 +155,18 @@ class AgentProcess(SupervisedProcess):
 
     Args:
         agent: the pickled agent.
+        temporary: the folder of its temporary files, some of which a process that is killed leaves behind.
 
     Attributes:
         lost: how it ended, in words that follow its name; None while it runs.
     """
 
-    def __init__(self, agent: bytes) -> None:
-        super().__init__(Path(agent_process.__file__))
+    def __init__(self, agent: bytes, temporary: str) -> None:
+        super().__init__(Path(agent_process.__file__), environment={"TMPDIR": temporary})
         self.lost: str | None = None
         self._seats: dict[int, RemoteSeat] = {}
         self._lock, self._sending = threading.Lock(), threading.Lock()
+        self._told, self._loaded = threading.Event(), False  # it has loaded the agent or has ended; it has loaded it
         self.send(0, agent)
         in_thread(self._read, "trlx-hybrid-agents")
 
@@ -162,6 +174,11 @@ class AgentProcess(SupervisedProcess):
     def episodes(self) -> int:
         """The number of episodes that it plays."""
         return len(self._seats)
+
+    def loaded(self) -> str | None:
+        """Wait until it has loaded the agent; return None then, or why it has not."""
+        self._told.wait()  # the thread that reads has a deadline
+        return None if self._loaded else self.lost
 
     def open(self, seat: RemoteSeat) -> bool:
         """Take an episode, and return True; False where the process has ended."""
@@ -193,6 +210,7 @@ class AgentProcess(SupervisedProcess):
         with self._lock:
             self.lost = why
             seats, self._seats = [*self._seats.values()], {}
+        self._told.set()
         for seat in seats:
             seat.ended(None, why)
 
@@ -207,12 +225,16 @@ class AgentProcess(SupervisedProcess):
             if content["kind"] == "refused":
                 advice = "Define it in a module that can be imported there, or leave agents(processes=...) out."
                 return f"the agent cannot be loaded in a process of its own: {content['reason']}. {advice}"
-            if content["kind"] != "loaded" and (seat := self._seats.get(episode)) is not None:
+            if content["kind"] == "loaded":
+                self._loaded = True
+                self._told.set()
+            elif (seat := self._seats.get(episode)) is not None:
                 seat.received(content)
 
 
-def _close(processes: list[AgentProcess]) -> None:
+def _close(processes: list[AgentProcess], folder: tempfile.TemporaryDirectory[str]) -> None:
     for process in processes:
         process.kill()
     for process in processes:  # after `kill` they end in parallel
         process.close()
+    folder.cleanup()

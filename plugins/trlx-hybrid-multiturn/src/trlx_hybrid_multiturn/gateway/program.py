@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
-import os
-import signal
-import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import IO, Any
+from contextlib import AbstractAsyncContextManager
 
-from trlx_hybrid.errors import HybridError
+from trlx_hybrid.errors import ConfigError, HybridError
 
 from ..environment import Row
+from .boxes import Folder, Sandbox, client_variables
 
-OUTPUT = 1 << 20
-"""The number of bytes of a program's output that are read, from its end."""
 TOLD = 2000
 """The number of characters of a failed program's last output that the error shows."""
+
+Box = Callable[[str, Row], AbstractAsyncContextManager[Sandbox]]
+"""A function of the base URL and the dataset's row that returns the box in which the program runs."""
 
 
 class CommandError(HybridError):
@@ -30,6 +27,7 @@ def command(
     *,
     reward: Callable[[Row, str], float | None] | None = None,
     environment: Mapping[str, str] | None = None,
+    box: Box | None = None,
 ) -> Callable[[str, Row], Awaitable[float | None]]:
     """Return an agent that runs a program, for `agents`.
 
@@ -40,61 +38,36 @@ def command(
     ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. It gets the dataset's row as JSON on its standard input, and a new folder
     as its working directory, which is removed afterwards; so paths are absolute. When it ends, or its episode is over,
     the processes that it has started are killed, except those that have left its process group. It runs as this user
-    and sees this machine: nothing isolates it.
+    and sees this machine, but for a `box`, which isolates it:
+
+        command(["python", "agent.py"], box=lambda base_url, row: sandbox("agent", base_url=base_url))
 
     Args:
         arguments: the program and its arguments, or a function that returns them for a row.
         reward: returns the episode's reward from the row and the program's standard output; the last MiB of it. None
             where reward functions compute it.
         environment: further environment variables.
+        box: where the program runs, such as a `sandbox`; None for a new folder of this machine.
+
+    Raises:
+        ConfigError: `environment` is given beside `box`, which has one of its own.
     """
+    if box is not None and environment is not None:
+        raise ConfigError("command(environment=..., box=...): give the environment to the box, which the program sees.")
 
     async def agent(base_url: str, row: Row) -> float | None:
         words = [*(arguments(row) if callable(arguments) else arguments)]
-        of_client = {
-            "OPENAI_BASE_URL": base_url,
-            "OPENAI_API_KEY": "none",
-            "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
-            "ANTHROPIC_API_KEY": "none",
-        }
-        with (
-            tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True) as folder,
-            tempfile.TemporaryFile() as given,
-            tempfile.TemporaryFile() as out,
-            tempfile.TemporaryFile() as errors,
-        ):
-            given.write(json.dumps(row, default=str).encode())
-            given.seek(0)
-            process = await asyncio.create_subprocess_exec(
-                *words,
-                stdin=given,
-                stdout=out,
-                stderr=errors,
-                cwd=folder,
-                env={**os.environ, **of_client, **(environment or {})},
-                start_new_session=True,
-            )
-            try:
-                code = await process.wait()
-            finally:
-                await _end(process)
-            if code:
-                told = (_end_of(errors) or _end_of(out))[-TOLD:].strip()
-                raise CommandError(f"{words[0]!r} ended with exit code {code}: {told}")
-            return None if reward is None else reward(row, _end_of(out))
+        given = json.dumps(row, default=str).encode()
+        opened: AbstractAsyncContextManager[Sandbox]
+        if box is None:
+            opened = Folder(environment={**client_variables(base_url), **(environment or {})})
+        else:
+            opened = box(base_url, row)
+        async with opened as folder:
+            ran = await folder.run(words, seconds=None, given=given)
+        if ran.code:
+            told = (ran.errors or ran.output)[-TOLD:].strip()
+            raise CommandError(f"{words[0]!r} ended with exit code {ran.code}: {told}")
+        return None if reward is None else reward(row, ran.output)
 
     return agent
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Kill a process and all that it has started, except those that have left its process group."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()
-
-
-def _end_of(file: IO[Any]) -> str:
-    """Return the last `OUTPUT` bytes of a file as text."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - OUTPUT))
-    return bytes(file.read()).decode(errors="replace")

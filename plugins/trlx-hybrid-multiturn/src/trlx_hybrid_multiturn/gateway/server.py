@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import functools
 import itertools
 import json
+import os
 import secrets
+import shutil
 import socket
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
@@ -67,14 +71,27 @@ class Gateway:
         """Forget an episode. Its address is not found from then on."""
         self._seats.pop(secret, None)
 
+    @functools.cached_property
+    def path(self) -> str:
+        """The path of a Unix socket that serves the same, for boxes without a network, which cannot reach a port. It
+        exists from when it is first asked for, readable by this user alone."""
+        folder = tempfile.mkdtemp(prefix="gateway-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        path = os.path.join(folder, "socket")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as bound:
+            bound.bind(path)
+            bound.listen(BACKLOG)
+            listening = bound.dup()
+        asyncio.run_coroutine_threadsafe(uvicorn.Server(self._config()).serve([listening]), self.loop)
+        return path
+
     def stop(self) -> None:
         """Stop the server."""
         if self._server is not None:
             self._server.should_exit = True
             self._thread.join(START_SECONDS)
 
-    def _serve(self) -> None:
-        asyncio.set_event_loop(self.loop)
+    def _config(self) -> uvicorn.Config:
         app = Starlette(
             routes=[
                 Route("/{secret}/v1/models", self._models),
@@ -85,7 +102,7 @@ class Gateway:
                 Route("/{secret}/v1/messages/count_tokens", self._count, methods=["POST"]),
             ]
         )
-        config = uvicorn.Config(
+        return uvicorn.Config(
             app,
             log_level="error",
             access_log=False,
@@ -93,7 +110,10 @@ class Gateway:
             timeout_graceful_shutdown=1,
             timeout_keep_alive=KEPT_SECONDS,
         )
-        self._server = uvicorn.Server(config)
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self._server = uvicorn.Server(self._config())
         self.loop.call_soon(self._ready.set)
         self.loop.run_until_complete(self._server.serve([self._socket]))
 

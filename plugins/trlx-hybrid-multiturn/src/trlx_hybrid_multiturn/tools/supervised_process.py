@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from trlx_hybrid.interprocess import process_tree
@@ -28,6 +29,7 @@ class SupervisedProcess:
         program: the program, a Python file. Its arguments are the file descriptor of its end of the socket, the process
             id of the trainer, `words`, and the trainer's `sys.path` as JSON.
         words: further arguments.
+        environment: environment variables, besides those of this process.
 
     Attributes:
         channel: the trainer's end of the socket.
@@ -36,7 +38,7 @@ class SupervisedProcess:
         OSError: the system gives no more processes.
     """
 
-    def __init__(self, program: Path, *words: str) -> None:
+    def __init__(self, program: Path, *words: str, environment: Mapping[str, str] | None = None) -> None:
         self.channel, other_end = socket.socketpair()
         self._killed = False
         with other_end:
@@ -46,6 +48,7 @@ class SupervisedProcess:
                 [sys.executable, "-P", str(program), str(other_end.fileno()), str(os.getpid()), *words, path],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
+                env={**os.environ, **(environment or {})},
                 pass_fds=(other_end.fileno(),),
                 start_new_session=True,
             )

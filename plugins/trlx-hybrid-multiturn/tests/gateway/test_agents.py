@@ -332,18 +332,20 @@ def test_a_request_that_its_agent_did_not_wait_for_is_not_trained(train, monkeyp
     assert done.trainer.state.log_history[0]["hybrid/agents/branches"] == 1
 
 
-def test_what_an_agent_did_not_hear_is_not_trained(train, monkeypatch):
+@pytest.mark.parametrize("between", [0.0, 0.3], ids=["together", "one after the other"])
+def test_what_an_agent_did_not_hear_is_not_trained(train, monkeypatch, between):
     """It gives up a request, goes on without it, and gives up another at its end; the model answers both later."""
     answered, held, given_up, told = AgentEpisode._answered, [], [], asyncio.Event()
 
     async def later(self, turn):
-        if turn.place.branch or turn.place.after:
+        if len(turn.asked.messages) > 1:  # whichever request arrives first
             await CallTool("later", lambda report: held.append(report) or (lambda reason: None))
         await answered(self, turn)
 
     async def agent(base_url, row):
         client, messages = CLIENT.with_options(base_url=base_url, max_retries=0), list(row["prompt"])
         gone = asyncio.ensure_future(client.chat.completions.create(model="any", messages=[*messages] * 2))
+        await asyncio.sleep(between)
         done = await client.chat.completions.create(model="any", messages=messages, max_tokens=1)
         gone.cancel()
         messages += [done.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "and?"}]

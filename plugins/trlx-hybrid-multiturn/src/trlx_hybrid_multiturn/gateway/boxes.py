@@ -30,6 +30,8 @@ PORT = 8000
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/gnu/store")
 SETTINGS = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "ssl", "ca-certificates", "localtime")
 """The parts of /etc that a box has. None holds a secret, which a box of root's could read."""
+KERNEL = ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi")
+"""The parts of /proc with which a root user sets the kernel, of which bwrap hides some. A box only reads them."""
 KEPT = ("LANG", "LC_ALL", "TZ", "TERM")
 """The environment variables that a box inherits."""
 FRESH = {"PYTHONDONTWRITEBYTECODE": "1"}
@@ -270,7 +272,10 @@ def client_variables(base_url: str) -> dict[str, str]:
 def _walls() -> list[str]:
     """Return the `bwrap` command line without a box's folder and variables."""
     words = [shutil.which("bwrap") or "bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv"]
+    words += ["--cap-drop", "ALL"]  # a box of root's could mount this machine's files anew, to write to them
     words += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--dir", "/run"]
+    for name in KERNEL:
+        words += ["--ro-bind-try", f"/proc/{name}", f"/proc/{name}"]
     for path in SYSTEM:
         if os.path.islink(path):
             words += ["--symlink", os.readlink(path), path]

@@ -28,7 +28,7 @@ SOCKET = "/run/gateway.sock"
 PORT = 8000
 """The port of the endpoint for agents inside a box."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/gnu/store")
-SETTINGS = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "ssl", "ca-certificates", "localtime")
+SETTINGS = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "ssl/certs", "ssl/openssl.cnf", "localtime")
 """The parts of /etc that a box has. None holds a secret, which a box of root's could read."""
 KERNEL = ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi")
 """The parts of /proc with which a root user sets the kernel, of which bwrap hides some. A box only reads them."""

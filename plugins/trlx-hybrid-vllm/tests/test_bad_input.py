@@ -146,6 +146,24 @@ def test_a_head_size_without_a_kernel(run):
         train(run, model=tiny_model(head_dim=16))
 
 
+def test_more_tokens_than_positions(run):
+    with pytest.raises(ComponentError, match=r"=512 is more than the model's 64 positions\. Lower"):
+        train(run, model=tiny_model(max_position_embeddings=64), vllm_max_model_length=512)
+
+
+def test_positions_that_depend_on_the_length_of_a_batch(run):
+    dynamic = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
+    with pytest.raises(ComponentError, match=r"its positions are dynamic.*rope_type='yarn'"):
+        train(run, model=tiny_model(rope_parameters=dynamic))
+
+
+def test_rows_beyond_the_short_factors_of_longrope(run):
+    factors = {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16, "original_max_position_embeddings": 64}
+    longrope = {"rope_type": "longrope", "factor": 4.0, "rope_theta": 10000.0, **factors}
+    with pytest.raises(ComponentError, match=r"vllm_max_model_length=128 is more than 64.*Lower it to 64"):
+        train(run, model=tiny_model(rope_parameters=longrope), vllm_max_model_length=128)
+
+
 def test_a_size_of_latents_without_a_kernel(run):
     with pytest.raises(ComponentError, match=r"kv_lora_rank \+ qk_rope_head_dim = 576, and this model's is 320"):
         train(run, model=tiny_model("deepseek_v3", kv_lora_rank=256))

@@ -12,6 +12,7 @@ from trlx_hybrid.policy.adapters import untied_head
 from trlx_hybrid.policy.policy import Policy, layer_kinds
 
 from .options import VLLMOptions
+from .positions import refuses_positions
 from .private.distributed import layers_of_stages
 from .private.models import (
     adapter_ranks,
@@ -79,6 +80,7 @@ def refuses(policy: Policy, world: int, options: VLLMOptions, slots: bool = True
     return (
         _weights(policy, slots and options.pipeline_parallel_size == 1)
         or _architecture(policy.architecture, options)
+        or refuses_positions(config, options.max_model_len)
         or _cpu(policy, heads)
         or _unknown_arguments(options)
     )

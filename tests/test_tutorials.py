@@ -93,7 +93,8 @@ def test_several_processes(done, tmp_path):
     torchrun, accelerate = done("several-processes.md").values()
     (shown,) = re.findall(r"^```text\n(FSDP: .*)\n```$", (DOCS / "several-processes.md").read_text(), re.MULTILINE)
     for printed in (torchrun, accelerate):
-        assert sorted(re.findall(r"^rank \d of \d$", printed, re.MULTILINE)) == ["rank 0 of 2", "rank 1 of 2"]
+        ranks = re.findall(r"rank \d of \d$", printed, re.MULTILINE)  # behind a progress bar, perhaps
+        assert sorted(ranks) == ["rank 0 of 2", "rank 1 of 2"]
         assert printed.count("trlx_hybrid 0") == 1
         assert "engine=vllm (HybridConfig.engine) · weights=" in printed
     assert shown not in torchrun

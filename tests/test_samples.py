@@ -368,7 +368,7 @@ def test_plugin_readmes(execute) -> None:
     tokenizer = chat_tokenizer(["no"])
     settings = {"model": chatty_model(tokenizer, ["no"]), "processing_class": tokenizer}
     execute("plugins/trlx-hybrid-multiturn/README.md", settings=settings, search=tool, run_tests=tool)
-    execute("plugins/trlx-hybrid-vllm/README.md")
+    execute("plugins/trlx-hybrid-vllm/README.md", settings={"model": tiny_model(max_position_embeddings=2048)})
     config = tiny_model(num_attention_heads=4, num_key_value_heads=4).config
     planned = execute("plugins/trlx-hybrid-reshard/README.md", config=config)["made"]
     assert planned.receives.sum() == planned.floor_bytes

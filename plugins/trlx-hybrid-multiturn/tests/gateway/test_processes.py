@@ -16,7 +16,7 @@ from PIL import Image
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.interprocess import plain_data
 from trlx_hybrid_multiturn.gateway import agents, command
-from trlx_hybrid_multiturn.gateway.agent_process import fields_of
+from trlx_hybrid_multiturn.gateway.agent_worker import fields_of
 from trlx_hybrid_multiturn.gateway.asked import Asked
 from trlx_hybrid_multiturn.gateway.host import Begun
 from trlx_hybrid_multiturn.gateway.processes import ProcessHost

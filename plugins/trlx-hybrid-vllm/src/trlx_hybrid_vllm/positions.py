@@ -17,9 +17,8 @@ def refuses_positions(config: Any, longest: int | None) -> str | None:
         longest: the longest prompt plus completion, in tokens; None for what the model supports.
     """
     rotary = getattr(config, "rope_parameters", None) or {}
-    scales = [
-        of for of in (rotary, *rotary.values()) if isinstance(of, dict) and "rope_type" in of
-    ]  # or one for layers
+    of_layers = [*rotary.values()]  # where kinds of layers have positions of their own
+    scales = [of for of in (rotary, *of_layers) if isinstance(of, dict) and "rope_type" in of]
     kinds, native = {of["rope_type"] for of in scales}, getattr(config, "max_position_embeddings", None)
     yarn = "a longer max_position_embeddings and rope_parameters of rope_type='yarn', which both scale alike"
     if "dynamic" in kinds:

@@ -84,6 +84,26 @@ def _exactly(channel: socket.socket, length: int) -> bytes:
     return bytes(body)
 
 
+def connected(descriptor: int, parent: int) -> socket.socket:
+    """Continue in a supervised child process, and return the socket to the trainer. The trainer's `sys.path` must be in
+    place. Call it in a process with one thread only.
+
+    Args:
+        descriptor: file descriptor of this side's end of the socket.
+        parent: process id of the trainer.
+    """
+    from trlx_hybrid.interprocess import process_tree  # here: where it lies is known from the trainer's path
+
+    process_tree.supervise(parent, descriptor)
+    channel = socket.socket(fileno=descriptor)
+    channel.set_inheritable(False)  # what a tool starts must not keep the trainer waiting after this process crashed
+    faulthandler.enable()  # a tool's segfault shows its Python stack
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # the trainer's stderr: prints appear when they are made
+    del sys.argv[1:]
+    return channel
+
+
 def main(descriptor: int, parent: int, characters: int, path: list[str]) -> None:
     """Serve calls in a child process until the trainer closes the connection.
 
@@ -94,15 +114,7 @@ def main(descriptor: int, parent: int, characters: int, path: list[str]) -> None
         path: the trainer's `sys.path`.
     """
     sys.path[:] = path
-    from trlx_hybrid.interprocess import process_tree  # here: where it lies is known from the trainer's path
-
-    process_tree.supervise(parent, descriptor)
-    channel = socket.socket(fileno=descriptor)
-    channel.set_inheritable(False)  # what a tool starts must not keep the trainer waiting after this process crashed
-    faulthandler.enable()  # a tool's segfault shows its Python stack
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # the trainer's stderr: prints appear when they are made
-    del sys.argv[1:]
+    channel = connected(descriptor, parent)
     with contextlib.suppress(EOFError, ConnectionError):
         Worker(channel, characters).serve()
 

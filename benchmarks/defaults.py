@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .harness import Measurement, check_equal
+from .harness import Measurement, Timed
 from .result import Result, accelerator, publish_each
 from .rollout import SCALES, write_model
-from .step import BATCH, KINDS, LENGTHS, Splits, Turns, summary, take_turn
+from .step import BATCH, KINDS, LENGTHS, Splits, Turns, in_turns, summary, take_turn
 from .stepping import Stepper
 from .worker import Worker
 
@@ -71,21 +71,14 @@ def measure(folder: str, scale: Any, kind: str, case: str, turns: Turns) -> tupl
     """Measure the steps of both trainers; return the times and the median spans."""
     variants = {"import": KINDS[kind], "settings": dataclasses.replace(KINDS[kind], hybrid=SETTINGS)}
     kinds = {"import": "import", "settings": "hybrid"}
-    seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
-    splits: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
-    lengths: list[dict[str, Any]] = [{} for _ in range(turns.steps)]
-    for turn in range(turns.rounds):
-        for arm in ARMS[:: -1 if turn % 2 else 1]:
-            given = kinds[arm], folder, scale, variants[arm], BATCH, turns.steps + 1  # the last one only begins
-            with Worker("ours", Stepper, *given) as worker:  # one name, hence one cache of what is compiled
-                steps, parts, _ = take_turn(worker, case, turns, None)
-            print(f"{case}: {arm} took {', '.join(f'{timed.seconds:.2f}' for timed in steps)} s", flush=True)
-            for step, timed in enumerate(steps):
-                lengths[step][f"{arm} {turn}"] = timed.result
-            seconds[arm] += [timed.seconds for timed in steps[turns.warmup :]]
-            splits[arm] += parts
-    for step, found in enumerate(lengths):
-        check_equal(found, step)
+
+    def take(arm: str, turn: int) -> tuple[list[Timed], list[dict[str, float]]]:
+        given = kinds[arm], folder, scale, variants[arm], BATCH, turns.steps + 1  # the last one only begins
+        with Worker("ours", Stepper, *given) as worker:  # one name, hence one cache of what is compiled
+            steps, parts, _ = take_turn(worker, case, turns, None)
+        return steps, parts
+
+    seconds, splits = in_turns(ARMS, case, turns, take)
     measured = [Measurement(arm, tuple(values), case) for arm, values in seconds.items()]
     return measured, {f"{arm} {case}": summary(found) for arm, found in splits.items()}
 

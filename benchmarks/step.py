@@ -93,33 +93,26 @@ def measure(
     folder: str, scale: Scale, kind: str, hybrid: Mapping[str, Any], case: str, turns: Turns, profiles: str | None
 ) -> tuple[list[Measurement], Splits, dict[str, bool]]:
     """Measure the steps of all trainers; return the times, the median spans, and the settings of TRL tuned."""
-    seconds: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
-    splits: dict[str, list[dict[str, float]]] = {name: [] for name in CONTESTANTS}
-    lengths: list[dict[str, Any]] = [{} for _ in range(turns.steps)]
     variants = {
         "trl": [KINDS[kind]],
         "tuned": [tuned_variant(kind, *pair) for pair in TUNED],
         "hybrid": [dataclasses.replace(KINDS[kind], hybrid=hybrid)],
     }
     path = ""
-    for turn in range(turns.rounds):
-        for name in CONTESTANTS[:: -1 if turn % 2 else 1]:
-            profiled = bool(profiles) and name == "hybrid" and turn == turns.rounds - 1
-            begun = turns.steps + profiled + 1  # the last one only begins
-            build = functools.partial(trainer, name, folder, scale, begun)
-            take = functools.partial(
-                take_turn, case=case, turns=turns, profile=f"{profiles}/{case}" if profiled else None
-            )
-            fitting, (steps, parts, weights) = first_that_fits(build, variants[name], take)
-            variants[name], path = [fitting], weights or path
-            for step, timed in enumerate(steps):
-                lengths[step][f"{name} {turn}"] = timed.result
-            seconds[name] += [timed.seconds for timed in steps[turns.warmup :]]
-            splits[name] += parts
-            took = ", ".join(f"{timed.seconds:.2f}" for timed in steps[turns.warmup :])
-            print(f"{case}: {name} took {took} s", flush=True)  # the only output of a run that is cut short
-    for step, found in enumerate(lengths):
-        check_equal(found, step)
+
+    def take(name: str, turn: int) -> tuple[list[Timed], list[dict[str, float]]]:
+        nonlocal path
+        profiled = bool(profiles) and name == "hybrid" and turn == turns.rounds - 1
+        begun = turns.steps + profiled + 1  # the last one only begins
+        build = functools.partial(trainer, name, folder, scale, begun)
+        of_turn = functools.partial(
+            take_turn, case=case, turns=turns, profile=f"{profiles}/{case}" if profiled else None
+        )
+        fitting, (steps, parts, weights) = first_that_fits(build, variants[name], of_turn)
+        variants[name], path = [fitting], weights or path
+        return steps, parts
+
+    seconds, splits = in_turns(CONTESTANTS, case, turns, take)
     measured = [Measurement(name, tuple(values), case) for name, values in seconds.items()]
     spans = {f"{name} {case}": summary(found) for name, found in splits.items()}
     (tuned,) = variants["tuned"]
@@ -127,6 +120,44 @@ def measure(
     told = [f"{m.arm} {m.median:.2f} s, training {spans[f'{m.arm} {case}']['training']:.2f} s" for m in measured]
     print(f"{case}: {'; '.join(told)}; weights={path}; tuned: {settings}", flush=True)
     return measured, spans, settings
+
+
+def in_turns(
+    arms: Sequence[str],
+    case: str,
+    turns: Turns,
+    take: Callable[[str, int], tuple[list[Timed], list[dict[str, float]]]],
+) -> tuple[dict[str, list[float]], dict[str, list[dict[str, float]]]]:
+    """Let each arm take its turns; the order is reversed from one round to the next.
+
+    Args:
+        arms: names of the arms.
+        case: name of the case, for messages.
+        turns: the schedule.
+        take: takes one turn of an arm, by its name and the round's number, and returns all of its steps, and the spans
+            of the measured ones.
+
+    Returns:
+        For each arm, the seconds and the spans of the measured steps.
+
+    Raises:
+        UnequalResultsError: the steps of two turns have other results.
+    """
+    seconds: dict[str, list[float]] = {arm: [] for arm in arms}
+    splits: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
+    results: list[dict[str, Any]] = [{} for _ in range(turns.steps)]
+    for turn in range(turns.rounds):
+        for arm in arms[:: -1 if turn % 2 else 1]:
+            steps, parts = take(arm, turn)
+            for step, timed in enumerate(steps):
+                results[step][f"{arm} {turn}"] = timed.result
+            seconds[arm] += [timed.seconds for timed in steps[turns.warmup :]]
+            splits[arm] += parts
+            took = ", ".join(f"{timed.seconds:.2f}" for timed in steps[turns.warmup :])
+            print(f"{case}: {arm} took {took} s", flush=True)  # the only output of a run that is cut short
+    for step, found in enumerate(results):
+        check_equal(found, step)
+    return seconds, splits
 
 
 def take_turn(worker: Worker, case: str, turns: Turns, profile: str | None) -> Turn:

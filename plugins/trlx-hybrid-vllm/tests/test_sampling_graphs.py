@@ -1,8 +1,10 @@
-"""Tokens that graphs choose are those that vLLM chooses: its second model runner, with calls in the
-place of CUDA graphs, in Triton's interpreter where there is no GPU."""
+"""Tokens that graphs choose are those that vLLM chooses, also where several are decoded in one step: its second model
+runner, with calls in the place of CUDA graphs, in Triton's interpreter where there is no GPU."""
 
 import sys
 from pathlib import Path
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from interpreting import interpreted
@@ -23,6 +25,15 @@ from trlx_hybrid_vllm.sampling import sampling_params
 from trlx_hybrid_vllm.generate.streaming import EngineStream, collect
 from vllm import LLM
 
+from vllm.platforms.cpu import CpuPlatform
+
+checked = CpuPlatform.check_and_update_config.__func__
+
+def check_and_update_config(cls, config):  # vLLM refuses to schedule ahead on a CPU, but can
+    checked(cls, config)
+    config.scheduler_config.async_scheduling = AHEAD
+
+CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 ROWS = 6
 folder, model = tempfile.mkdtemp(), tiny_model()
 model.config.architectures = ["Qwen3ForCausalLM"]
@@ -39,19 +50,38 @@ runner = llm.llm_engine.model_executor.driver_worker.model_runner
 assert not sampling_graphs.serves(llm) and sampling_graphs.sampling_graphs(llm) is None  # its layers are no graphs
 
 # What graphs of the layers leave behind: states that stay where they are, and rows that are not there, with no numbers.
-runner.cudagraph_manager.hidden_states = torch.full((ROWS, model.config.hidden_size), float("nan"))
-runner.cudagraph_manager.graphs = {size: None for size in (1, 2, 4, ROWS)}
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import set_forward_context
+from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+manager, sizes, prepared = runner.cudagraph_manager, (1, 2, 4, ROWS), []
+manager.hidden_states = torch.full((ROWS, model.config.hidden_size), float("nan"))
+manager.graphs = {
+    BatchExecutionDescriptor(CUDAGraphMode.FULL, size, size, uniform_token_count=1): None for size in sizes
+}
+eager, prepare_attn = manager.dispatch, runner.model_state.prepare_attn
+
+def dispatch(rows, tokens, uniform, *args, **kwargs):
+    if uniform != 1 or rows > ROWS:
+        return eager(rows, tokens, uniform, *args, **kwargs)
+    return next(graph for graph in manager.graphs if graph.num_tokens >= rows)
+
+def kept(*args, **kwargs):
+    prepared[:] = [prepare_attn(*args, **kwargs)]
+    return prepared[0]
+
+def run_fullgraph(graph):
+    size, buffers = graph.num_tokens, runner.input_buffers
+    slots = build_slot_mappings_by_layer(runner.block_tables.slot_mappings[:, :size], runner.kv_cache_config)
+    manager.hidden_states.fill_(float("nan"))
+    with set_forward_context(prepared[0], runner.vllm_config, num_tokens=size, slot_mapping=slots):
+        out = runner.model(input_ids=buffers.input_ids[:size], positions=buffers.positions[:size])
+    return manager.hidden_states[:size].copy_(out)
+
+manager.dispatch, manager.run_fullgraph, runner.model_state.prepare_attn = dispatch, run_fullgraph, kept
 assert sampling_graphs.serves(llm)
-stock = runner.sample_tokens
 
-def sample_tokens(grammar):
-    state = runner.execute_model_state
-    if state is not None and len(state.hidden_states) <= ROWS and not state.input_batch.has_prefill:
-        kept = runner.cudagraph_manager.hidden_states.fill_(float("nan"))[: len(state.hidden_states)]
-        runner.execute_model_state = state._replace(hidden_states=kept.copy_(state.hidden_states))
-    return stock(grammar)
-
-runner.sample_tokens = sample_tokens
 def call(step):
     captured.append(step.args)
     return torch.inference_mode()(step)
@@ -59,11 +89,14 @@ def call(step):
 def fails(step):
     raise RuntimeError("operation not permitted when stream is capturing")
 
-captured, made = [], lambda: sampling_graphs.SamplingGraphs(runner, (1, 2, 4, ROWS))
+captured, made = [], lambda: sampling_graphs.SamplingGraphs(runner, sizes)
 assert sampling_graphs.compared(made(), fails) is None  # logged, and all is as it was
 assert sampling_graphs.compared(made(), lambda step: lambda: None) is None  # a replay that computes nothing
-assert "sample" not in vars(runner) and "add_request" not in vars(runner.sampler)
+assert not {"sample", "execute_model"} & vars(runner).keys() and "add_request" not in vars(runner.sampler)
+manager.run_fullgraph = run_fullgraph  # which `close` has dropped
 graphs = sampling_graphs.compared(made(), call)
+assert graphs.multi_step.most == 8  # so small a model
+graphs.multi_step.most = 1
 assert captured == [(ROWS,), (4,), (2,), (1,)]
 runner.cudagraph_manager.hidden_states.fill_(float("nan"))
 
@@ -85,12 +118,15 @@ def same(count, **changes):
     expected, none = sampled(count, False, **changes)
     found, replayed = sampled(count, True, **changes)
     assert none == 0
+    equal(found, expected)
+    return replayed
+
+def equal(found, expected):
     for mine, theirs in zip(found, expected, strict=True):
         assert (mine.token_ids, mine.finish_reason) == (theirs.token_ids, theirs.finish_reason)
         values = [torch.tensor(sum(each.logprobs or [], [])) for each in (mine, theirs)]
         torch.testing.assert_close(*values, atol=1e-6, rtol=1e-6)
         assert mine.logprob_token_ids == theirs.logprob_token_ids
-    return replayed
 """
 
 DECODING = """
@@ -102,6 +138,54 @@ assert same(2, temperature=0.0, extra=forever) == 4
 assert same(3)  # the run before left it no parameters
 assert same(2, logprobs=None, extra=forever) == 4
 print("as vLLM decodes")
+"""
+
+SEVERAL_AT_ONCE = """
+core = llm.llm_engine.engine_core.engine_core
+assert core.batch_queue_size == 1 + AHEAD
+scheduler = core.scheduler
+TOKENS = 40, 4, 33, 25, 12, 37, 40, 1, 31  # over the ends of blocks of 32
+
+def of_each(count, most=8, **changes):  # how many tokens each step decoded
+    steps, stock = [], scheduler._decode_step
+    def decode_step(*args, **kwargs):
+        output = stock(*args, **kwargs)
+        if output is not None:
+            steps.append(output.tokens)
+        return output
+    expected, _ = sampled(count, False, max_tokens=40, **changes)
+    graphs.multi_step.most, scheduler._decode_step = most, decode_step
+    found, replayed = sampled(count, True, max_tokens=40, **changes)
+    graphs.multi_step.most = 1
+    del scheduler._decode_step
+    equal(found, expected)
+    return steps
+
+for most in (1, 2, 4, 8):
+    steps = of_each(1, most, extra={"ignore_eos": True})
+    assert max(steps) == most and sum(steps) == 39, steps  # the first token comes with the prompt
+for count in (5, 9):  # padded, and more than there are places for: none is decoded ahead of a row that waits
+    steps = of_each(count, extra={"ignore_eos": True})
+    assert 8 in steps and 1 in steps, steps
+assert 8 in of_each(4)  # rows that end by themselves drop what was decoded behind their end
+assert 8 in of_each(3, logprobs=None)
+assert 8 in of_each(3, temperature=0.0)
+assert set(of_each(3, temperature=0.7)) == {1}  # vLLM samples those
+assert set(of_each(3, extra={"stop_token_ids": [7, 9, 11, 13, 15]})) > {8}
+
+sampling = sampling_params(Sampling(max_tokens=40, logprobs=0))
+def interrupted(most):  # an unfinished request's tokens are those that were decoded
+    stream, graphs.multi_step.most = EngineStream(llm, sampling, graphs=graphs), most
+    with running(torch.float32), stream.open():
+        key = stream.add(Request(prompt_ids=[3, 4, 5], seed=1, max_tokens=40))
+        for _ in range(6):
+            stream.step(True)
+        return stream.sampled(key)
+few, many = interrupted(1), interrupted(8)
+assert len(few.token_ids) < 8 < len(many.token_ids) < 40
+assert many.token_ids[: len(few.token_ids)] == few.token_ids
+assert len(many.logprobs) == len(many.token_ids)
+print("several at once as one by one")
 """
 
 OTHERWISE = """
@@ -180,7 +264,13 @@ print("other engines are vLLM's")
 
 
 def test_they_are_vllms():
-    said, errors = interpreted(ENGINE + DECODING + OTHERWISE + ENGINES_THAT_ARE_NOT_SERVED)
+    said, errors = interpreted("AHEAD = False\n" + ENGINE + DECODING + OTHERWISE + ENGINES_THAT_ARE_NOT_SERVED)
     assert said.splitlines()[-3:] == ["as vLLM decodes", "other steps are vLLM's", "other engines are vLLM's"], errors[
         -4000:
     ]
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_several_steps_at_once_are_single_steps(ahead):
+    said, errors = interpreted(f"AHEAD = {ahead}\n" + ENGINE + SEVERAL_AT_ONCE)
+    assert said.splitlines()[-1:] == ["several at once as one by one"], errors[-4000:]

@@ -1,7 +1,10 @@
 """The quick scheduler against vLLM's own: the same tokens, log-probs to the bit, and the same state left behind."""
 
+import dataclasses
+from concurrent.futures import Future
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 from trlx_hybrid.contract.types import Request
@@ -10,10 +13,95 @@ from trlx_hybrid_vllm.generate.streaming import EngineStream
 from trlx_hybrid_vllm.generate.streaming import collect as collect_from
 from trlx_hybrid_vllm.private.ending import shut_down
 from trlx_hybrid_vllm.private.process import running
+from trlx_hybrid_vllm.private.scheduler import DecodeScheduler
 from trlx_hybrid_vllm.rendezvous import launcher_environment
+from vllm.v1.outputs import LogprobsLists
 
 OURS = "trlx_hybrid_vllm.private.scheduler.DecodeScheduler"
 BOTH = (None, OURS)
+
+
+class ThreeAtOnce(DecodeScheduler):
+    """Schedules three tokens of each request in one step, as on a GPU, where `one_by_one` executes the step."""
+
+    most = 3
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.counts = set()
+
+    def _decode_step(self, *args, **kwargs):
+        step = super()._decode_step(*args, **kwargs)
+        self.counts |= {step.tokens} if step is not None else set()
+        return step
+
+    @property
+    def tokens_at_once(self):
+        return (lambda ids: self.most) if self.holding else None
+
+    @tokens_at_once.setter
+    def tokens_at_once(self, value):
+        pass
+
+
+class ManyAtOnce(ThreeAtOnce):
+    most = 40  # more than a block has
+
+
+def one_by_one(executor, patch):
+    """Lets an executor run a step of several tokens as that many steps of one."""
+    execute_model, sample_tokens, earlier = executor.execute_model, executor.sample_tokens, []
+
+    def executed(output, non_block=False):
+        earlier.clear()
+        for done in range(getattr(output, "tokens", 1) - 1):
+            execute_model(after(output, done))
+            earlier.append(sample_tokens(None))
+        return execute_model(after(output, len(earlier)) if earlier else output, non_block=non_block)
+
+    def sampled(grammar, non_block=False):
+        last = sample_tokens(grammar, non_block=non_block)
+        if not earlier:
+            return last
+        steps = [*earlier, last.result() if non_block else last]
+        merged = dataclasses.replace(
+            steps[0],
+            sampled_token_ids=[
+                [t for step in row for t in step] for row in zip(*(s.sampled_token_ids for s in steps), strict=True)
+            ],
+            logprobs=steps[0].logprobs and interleaved([s.logprobs for s in steps]),
+        )
+        if not non_block:
+            return merged
+        future = Future()
+        future.set_result(merged)
+        return future
+
+    patch.setattr(executor, "execute_model", executed)
+    patch.setattr(executor, "sample_tokens", sampled)
+
+
+def after(output, done):
+    """The single step for the next token of a step of several, of which some are decoded."""
+    cached = output.scheduled_cached_reqs
+    moved = dataclasses.replace(
+        cached,
+        new_block_ids=cached.new_block_ids if done == 0 else [None] * len(cached.req_ids),
+        num_computed_tokens=[n + done for n in cached.num_computed_tokens],
+        num_output_tokens=[n + done for n in cached.num_output_tokens],
+    )
+    return dataclasses.replace(
+        output, scheduled_cached_reqs=moved, finished_req_ids=output.finished_req_ids if done == 0 else set(), tokens=1
+    )
+
+
+def interleaved(steps):
+    """The log-probs of several steps, those of one request beside each other."""
+    arrays = [np.stack(arrays, 1) for arrays in zip(*(s[:3] for s in steps), strict=True)]
+    edges = list(range(0, len(steps) * len(steps[0].logprobs) + 1, len(steps)))
+    return LogprobsLists(*(array.reshape(-1, *array.shape[2:]) for array in arrays), edges)
+
+
 BLOCK_BYTES = 2 * 2 * 2 * 32 * 32 * 4  # keys and values, layers, heads, head size, tokens of a block, float32
 
 
@@ -57,6 +145,8 @@ def engine(checkpoint, monkeypatch, started_once):
                 worker_cls="trlx_hybrid_vllm.private.cpu.PlainWeightsCPUWorker",
                 logprobs_mode="processed_logprobs",
             )
+            if scheduler not in BOTH:
+                one_by_one(core_of(llm).model_executor, patch)
             try:
                 yield llm
             finally:
@@ -334,3 +424,104 @@ def test_a_long_prompt_is_read_in_parts_beside_rows_that_decode(engine):
             seen.append(({key: (c.token_ids, c.logprobs) for key, c in completions.items()}, left_behind(llm)))
     assert seen[0] == seen[1]
     assert len(seen[0][0]) == 3
+
+
+def assert_alike(found, expected):
+    """The same tokens and ends. Rows that have stopped stay in the batch until the step's end, so rounding differs."""
+    assert [(c.token_ids, c.finish_reason) for c in found] == [(c.token_ids, c.finish_reason) for c in expected]
+    for mine, theirs in zip(found, expected, strict=True):
+        values = [np.array(each.logprobs or [], float) for each in (mine, theirs)]
+        np.testing.assert_allclose(*values, atol=1e-5, rtol=0)
+
+
+def every_way_to_end(count):
+    params = params_of(count)
+    for i in range(3, count, 4):
+        params[i].stop_token_ids = list(range(3, 40, i))
+    params[5].ignore_eos, params[6].min_tokens, params[7].max_tokens, params[8].max_tokens = True, 12, 1, 500
+    params[8].ignore_eos = True
+    params[9].logprobs = None
+    return params
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_several_tokens_at_once_are_the_same(engine, ahead):
+    """More requests than places, and a context that runs out; then again with what is cached."""
+    prompts, seen = prompts_of(20), []
+    for scheduler in (None, ThreeAtOnce, ManyAtOnce):
+        with engine(scheduler, ahead=ahead) as llm:
+            runs = [collect(llm, prompts, every_way_to_end(20)) for _ in range(2)]
+            if scheduler:
+                assert len(core_of(llm).scheduler.counts) > 1
+            seen.append((*runs, left_behind(llm)))
+    for other in seen[1:]:
+        assert_alike(other[0], seen[0][0])
+        assert_alike(other[1], seen[0][1])
+        assert other[2] == seen[0][2]  # no block is cached beyond a request's end, and none is missing
+
+
+@pytest.mark.parametrize("blocks", [14, 11, 9])
+def test_several_tokens_at_once_where_the_cache_is_too_small(engine, blocks):
+    """A preempted request loses what was under way, which the others' steps go on without."""
+    seen = []
+    for scheduler in (None, ThreeAtOnce, ManyAtOnce):
+        with engine(scheduler, blocks=blocks) as llm:
+            seen.append(collect(llm, prompts_of(12), params_of(12, ignore_eos=True)))
+            if scheduler:
+                assert core_of(llm).scheduler._preemptions > 0
+                assert len(core_of(llm).scheduler.counts) > 1
+            left_behind(llm)
+    assert_alike(seen[1], seen[0])
+    assert_alike(seen[2], seen[0])
+
+
+@pytest.mark.parametrize("scheduler", [ThreeAtOnce, ManyAtOnce])
+def test_requests_come_and_go_between_steps_of_several_tokens(engine, scheduler):
+    """Some arrive while others decode, and some are aborted: all that stay get the tokens that they get alone."""
+    with engine(scheduler, places=6) as llm:
+        params = params_of(12, ignore_eos=True, max_tokens=60)
+        stream = GivenParams(llm, params)
+        requests = [Request(prompt_ids=p["prompt_token_ids"], seed=0, row=i) for i, p in enumerate(prompts_of(12))]
+        waiting, completions, kept, steps = requests[:], {}, {}, 0
+        with stream.open():
+            while stream.busy or waiting:
+                if waiting and steps % 2 == 0:
+                    stream.add(waiting.pop(0))
+                completions |= dict(stream.step(True)[0])
+                steps += 1
+                if steps in (7, 12):
+                    key = min(set(range(12 - len(waiting))) - completions.keys() - kept.keys())
+                    kept[key] = stream.sampled(key)
+                    stream.abort(key)
+        assert len(completions) == 10
+        assert len(core_of(llm).scheduler.counts) > 1
+        left_behind(llm)
+        alone = collect(llm, prompts_of(12), params)
+        assert_alike([completions[key] for key in sorted(completions)], [alone[key] for key in sorted(completions)])
+        for key, part in kept.items():
+            assert part.token_ids == alone[key].token_ids[: len(part.token_ids)]
+            assert len(part.logprobs) == len(part.token_ids)
+
+
+@pytest.mark.parametrize("broken", [3, 4])
+def test_a_failed_step_of_several_tokens_leaves_a_usable_engine(engine, monkeypatch, broken):
+    with engine(ThreeAtOnce) as llm:
+        expected = collect(llm, prompts_of(6), params_of(6))
+        executor, calls = core_of(llm).model_executor, []
+        stock = executor.execute_model
+
+        def execute_model(*args, **kwargs):
+            calls.append(getattr(args[0], "tokens", 1))
+            if len(calls) == broken:
+                raise RuntimeError("a lost device")
+            return stock(*args, **kwargs)
+
+        llm.reset_prefix_cache()
+        monkeypatch.setattr(executor, "execute_model", execute_model)
+        with pytest.raises(RuntimeError, match="a lost device"):
+            collect(llm, prompts_of(6), params_of(6))
+        assert calls[-1] > 1
+        assert not llm.llm_engine.has_unfinished_requests()
+        llm.reset_prefix_cache()
+        assert_alike(collect(llm, prompts_of(6), params_of(6)), expected)
+        left_behind(llm)

@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from trlx_hybrid.errors import EngineError
 
 from . import Patch, may_replace
+from .multi_step import MultiStep
 from .token_logprobs import EXACT, equal_to_vllm, token_logprobs
 
 if TYPE_CHECKING:
@@ -131,12 +133,14 @@ class SamplingGraphs:
     Attributes:
         active: whether the graphs are replayed. Must be False while other code than this package's reads the engine's
             outputs: these have token ids in the place of the sampled tokens' ranks by probability.
-        replayed: in how many steps the graphs were replayed.
+        replayed: how often a graph was replayed.
+        multi_step: what the engine needs to decode several tokens of each request in one step.
     """
 
     def __init__(self, runner: GPUModelRunner, sizes: Sequence[int]) -> None:
         self.active = False
         self.replayed = 0
+        self.multi_step = MultiStep(runner)
         self._runner, self._sampler = runner, runner.sampler
         self._sizes = list(sizes)
         self._replay: dict[int, Callable[[], None]] = {}
@@ -169,11 +173,13 @@ class SamplingGraphs:
         """Replace vLLM's methods of the runner and the sampler by those of this class, which replay the graphs."""
         self._runner.sample, self._runner.postprocess_sampled = self._sample, self._postprocess_sampled
         self._sampler.add_request, self._sampler.apply_staged_writes = self._add_request, self._apply_staged_writes
+        self.multi_step.install()
 
     def close(self) -> None:
         """Free the graphs, and leave the runner as it was."""
         self.active = False
         self._replay.clear()
+        self.multi_step.close()
         for owner, names in (
             (self._runner, ("sample", "postprocess_sampled")),
             (self._sampler, ("add_request", "apply_staged_writes")),
@@ -243,7 +249,15 @@ class SamplingGraphs:
 
     def _sample(self, hidden: Tensor, batch: InputBatch, grammar: GrammarOutput | None) -> Any:
         self._replaying = self.active and grammar is None and self._decodes(hidden, batch) and self._serves_rows(batch)
-        return self._sampled(batch.num_reqs) if self._replaying else self._stock[0](hidden, batch, grammar)
+        if self._replaying:
+            return self._sampled(batch, self.multi_step.tokens)
+        if self.multi_step.tokens > 1:
+            raise EngineError(
+                f"A step of {self.multi_step.tokens} tokens was scheduled for {batch.num_reqs} requests, but vLLM would "
+                "sample one of each. This is a fault of trlx-hybrid-vllm. engine_options={'enforce_eager': True} in "
+                "HybridConfig decodes one token a step."
+            )
+        return self._stock[0](hidden, batch, grammar)
 
     def _postprocess_sampled(self, *args: Any, **kwargs: Any) -> None:
         if not self._replaying:  # otherwise the graph has done it
@@ -284,21 +298,33 @@ class SamplingGraphs:
             self._last_rows = rows
         return self._served
 
-    def _sampled(self, count: int) -> Any:
+    def _sampled(self, batch: InputBatch, steps: int) -> Any:
+        """Sample `steps` tokens of each request of a batch whose layers have run for the first of them."""
         from vllm.v1.outputs import LogprobsTensors
         from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-        self._replay[self._sizes[bisect.bisect_left(self._sizes, count)]]()
-        self.replayed += 1
-        tokens, scores = self._tokens[:count].clone(), None  # the next step writes there
+        count = batch.num_reqs
+        replay = self._replay[self._sizes[bisect.bisect_left(self._sizes, count)]]
+        tokens, logprobs = self._tokens.new_empty(count, steps), self._logprobs.new_empty(count, steps)
+        for step in range(steps):
+            if step:
+                self.multi_step.advance(batch, step)
+            replay()
+            tokens[:, step] = self._tokens[:count]  # the next replay writes there
+            if self._scored:
+                logprobs[:, step] = self._logprobs[:count]
+        self.replayed += steps
+        self.multi_step.stepped(batch.req_ids)
+        scores, flat = None, tokens.flatten()
         if self._scored:
-            logprobs = self._logprobs[:count].clone()
-            scores = LogprobsTensors(tokens[:, None], logprobs[:, None], selected_token_ranks=tokens)  # see `active`
+            edges = list(range(0, flat.numel() + 1, steps)) if steps > 1 else None
+            ranks = flat  # see `active`
+            scores = LogprobsTensors(flat[:, None], logprobs.flatten()[:, None], ranks, edges)
         output = SamplerOutput(
-            sampled_token_ids=tokens[:, None],
+            sampled_token_ids=tokens,
             logprobs_tensors=scores,
             num_nans=None,
-            num_sampled=self._ones[:count],
+            num_sampled=self._ones[:count] * steps if steps > 1 else self._ones[:count],
             num_rejected=self._zeros[:count],
         )
         return output, output.num_sampled, output.num_rejected

@@ -9,14 +9,19 @@ Prompts that arrive during decoding, such as tool results one by one, are schedu
 decode step. All other steps go to vLLM's own methods. The short path leaves the scheduler in the same state as vLLM's
 methods, so steps of all kinds may follow each other.
 
+Where the model runner can decode several tokens of each request in one step (`multi_step.py`), the short path schedules
+several. A request that stops at an earlier token drops the later ones.
+
 This file relies on vLLM 0.31's scheduler beyond its documented interface. tests/test_scheduler.py compares the short
 path with vLLM's methods.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,6 +47,25 @@ PATCHES = (
 )
 
 
+@dataclass
+class DecodeOutput(SchedulerOutput):  # type: ignore[misc]
+    """A step in which every request decodes the same number of tokens, one after another.
+
+    vLLM's own fields describe the first of these tokens; the blocks are those that all of them need.
+
+    Attributes:
+        tokens: how many tokens each request decodes.
+    """
+
+    tokens: int = 1
+
+    def of_all_tokens(self) -> SchedulerOutput:
+        """Return the step with the numbers of all its tokens, as `Scheduler.update_from_output` counts them."""
+        step = copy.copy(self)
+        step.num_scheduled_tokens = dict.fromkeys(self.num_scheduled_tokens, self.tokens)
+        return step
+
+
 class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
     """vLLM's asynchronous scheduler, with a faster path for steps in which all requests decode.
 
@@ -50,6 +74,8 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
             finishes, or before a step that vLLM's own methods handle. A request's first token is still returned with
             the step that reads its prompt. Held outputs have the sampled tokens' log-probs, but no ranks. Must be False
             where vLLM builds text: a stop string needs every token when it is sampled.
+        tokens_at_once: returns how many tokens of each of these requests (vLLM's ids) the model runner can decode in
+            one step; None where it decodes one.
         decode_steps: how many steps took the short path.
     """
 
@@ -62,6 +88,7 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.holding = False
+        self.tokens_at_once: Callable[[list[str]], int] | None = None
         self.decode_steps = 0
         self._simple = self._is_simple()
         self._kv: Any = self.kv_cache_manager.coordinator.single_type_managers[0] if self._simple else None
@@ -111,7 +138,7 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
             and not self.reset_preempted_req_ids
             and 0 < len(self.running) <= self._budget - waiting
             and (not waiting or self._may_join(places))
-            and (step := self._decode_step()) is not None
+            and (step := self._decode_step(several=not waiting)) is not None
         ):
             return self._with_prompts(step) if waiting else step
         return super().schedule(throttle_prefills)
@@ -170,8 +197,11 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
         self._in_flight[-1] = replace(self._in_flight[-1], output=both, prompts=prompts)
         return both
 
-    def _decode_step(self) -> SchedulerOutput | None:
-        """Schedule one more token for every running request.
+    def _decode_step(self, several: bool) -> SchedulerOutput | None:
+        """Schedule one more token for every running request, or several.
+
+        Args:
+            several: whether the step may decode several tokens of each request.
 
         Returns:
             The step; or None, with nothing changed, if vLLM's own method must schedule the step. It must do so if a
@@ -180,46 +210,68 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
         """
         if self.running != self._seen_running and not self._look_at_running():
             return None
-        block, last, tables = self._kv.block_size, self.max_model_len - 1, self._kv.req_to_blocks
+        last = self.max_model_len - 1
         rows: list[Row] = []
         ids: list[str] = []
         computed_tokens: list[int] = []
         output_tokens: list[int] = []
-        edges: list[int] = []  # where a block fills up or a new one begins
-        wanted = 0  # blocks
+        fewest = last  # tokens that a request may still decode
         for row in self._running_rows:
             request = row.request
             tokens, ahead, computed = len(row.tokens), request.num_output_placeholders, request.num_computed_tokens
             if tokens + ahead - computed != 1 or request.is_prefill_chunk:
                 return None
-            if computed >= last or (ahead and tokens + 1 >= row.length):
+            if computed >= last or (ahead and computed + 1 >= row.length):
                 continue  # what is in flight finishes it
-            request_id = request.request_id
-            if not computed % block or not tokens % block:
-                edges.append(len(rows))
-                wanted += computed >= block * len(tables[request_id])
+            fewest = min(fewest, last - computed, row.length - computed - 1)
             rows.append(row)
-            ids.append(request_id)
+            ids.append(request.request_id)
             computed_tokens.append(computed)
             output_tokens.append(computed + 1 - request.num_prompt_tokens)
-        if not rows or wanted > self.kv_cache_manager.block_pool.get_num_free_blocks():
+        if not rows:
             return None
         if not self.use_v2_model_runner and not self.prev_step_scheduled_req_ids.issuperset(ids):
             return None  # the older runner needs all tokens of requests that paused
+        count = 1
+        if several and fewest > 1 and self.tokens_at_once is not None:
+            count = min(fewest, self.tokens_at_once(ids))
+        edges, wanted = self._edges(rows, computed_tokens, count)
+        free = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        if wanted > free and count > 1:
+            count = 1
+            edges, wanted = self._edges(rows, computed_tokens, count)
+        if wanted > free:
+            return None
 
         new_blocks: list[tuple[list[int], ...] | None] = [None] * len(rows)
         for index in edges:
-            row = rows[index]
-            end = computed_tokens[index] + 1
+            row, end = rows[index], computed_tokens[index] + count
             if blocks := self._kv.allocate_new_blocks(ids[index], end, end):
                 new_blocks[index] = ([block.block_id for block in blocks],)
             self.kv_cache_manager.cache_blocks(row.request, len(row.tokens))
         for row in rows:  # `next_decode_eligible_step` holds nobody back without pipeline parallelism
             request = row.request
-            request.num_computed_tokens += 1
-            request.num_in_flight_tokens += 1
-            request.num_output_placeholders += 1
-        return self._sent(rows, CachedRequestData(ids, set(), [], {}, new_blocks, computed_tokens, output_tokens))
+            request.num_computed_tokens += count
+            request.num_in_flight_tokens += count
+            request.num_output_placeholders += count
+        return self._sent(
+            rows, CachedRequestData(ids, set(), [], {}, new_blocks, computed_tokens, output_tokens), count
+        )
+
+    def _edges(self, rows: list[Row], computed_tokens: list[int], count: int) -> tuple[list[int], int]:
+        """Find the requests at which a block fills up or a new one begins when each decodes `count` tokens.
+
+        Returns:
+            The indices of these requests, and how many new blocks all requests need.
+        """
+        block, tables = self._kv.block_size, self._kv.req_to_blocks
+        edges, wanted = [], 0
+        for index, row in enumerate(rows):
+            computed = computed_tokens[index]
+            if computed % block + count > block or not computed % block or not len(row.tokens) % block:
+                edges.append(index)
+                wanted += max(0, -(-(computed + count) // block) - len(tables[row.request.request_id]))
+        return edges, wanted
 
     def _look_at_running(self) -> bool:
         """Update `_running_rows`, which has a `Row` for each running request, after these requests have changed.
@@ -238,7 +290,7 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
         self._seen_running = list(self.running) if plain else []
         return plain
 
-    def _sent(self, rows: list[Row], cached: CachedRequestData) -> SchedulerOutput:
+    def _sent(self, rows: list[Row], cached: CachedRequestData, count: int) -> SchedulerOutput:
         """Return a decode step as vLLM's `SchedulerOutput`, and record it in the scheduler's state.
 
         The state of the requests themselves must be updated already.
@@ -246,6 +298,7 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
         Args:
             rows: the requests that decode a token.
             cached: vLLM's description of these requests for the workers.
+            count: how many tokens each of them decodes.
         """
         self.current_step += 1
         self.decode_steps += 1
@@ -254,7 +307,7 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
             self.prev_step_scheduled_req_ids.clear()
             self.prev_step_scheduled_req_ids.update(ids)
         self.prefill_capacity_bound = len(self.waiting) + len(self.kv_holding_waiting) > len(self.deferred_waiting)
-        output = SchedulerOutput(
+        output = DecodeOutput(
             scheduled_new_reqs=[],
             scheduled_cached_reqs=cached,
             num_scheduled_tokens=dict.fromkeys(ids, 1),
@@ -266,6 +319,7 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
             finished_req_ids=self.finished_req_ids,
             free_encoder_mm_hashes=self.encoder_cache_manager.get_freed_mm_hashes(),
             ec_manager_metadata=self.encoder_cache_manager.get_manager_metadata(),
+            tokens=count,
         )
         self.finished_req_ids, self.reset_preempted_req_ids = set(), set()
         self._in_flight.append(DecodeStep(output, ids, rows, self._preemptions))
@@ -294,6 +348,8 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
             outputs, rest = self._decoded(step.rows, *sampled), step.prompts
         else:
             outputs, rest = self._released(), scheduler_output
+            if isinstance(rest, DecodeOutput):
+                rest = rest.of_all_tokens()
         by_client: dict[int, EngineCoreOutputs] = {}
         if rest is not None:
             by_client = super().update_from_output(rest, model_runner_output)
@@ -302,57 +358,72 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
             mine.outputs = outputs + mine.outputs
         return by_client
 
-    def _decoded(self, rows: list[Row], tokens: list[int], logprobs: LogprobsLists | None) -> list[EngineCoreOutput]:
+    def _decoded(
+        self, rows: list[Row], tokens: list[list[int]], logprobs: LogprobsLists | None
+    ) -> list[EngineCoreOutput]:
         """Append a decode step's tokens to the requests, and finish the requests that stop.
 
         Args:
             rows: the requests that decoded.
-            tokens: the sampled token of each row.
+            tokens: the sampled tokens of each row, as many of each.
             logprobs: vLLM's `LogprobsLists` in the order of the rows; None where no request asks for log-probs.
 
         Returns:
-            One output for each token. If tokens are held back (`holding`) until their request stops, which saves
+            One output for each row. If tokens are held back (`holding`) until their request stops, which saves
             outputs, there is instead one output for each request that stops in this step, with all tokens held back.
         """
         outputs = [] if self.holding else self._released()
         holding = self._holds = self.holding
         values = logprobs.logprobs[:, 0].tolist() if holding and logprobs is not None else None
-        block, longest, running = self._kv.block_size, self.max_model_len, RequestStatus.RUNNING
-        cached = self._kv.num_cached_block
+        count, running = len(tokens[0]), RequestStatus.RUNNING
         stopped: set[Request] = set()
         for index, row in enumerate(rows):
             request = row.request
             if request.status is not running:
                 continue  # it stopped, or was aborted, while this step was on its way
-            token = tokens[index]
-            row.outputs.append(token)
-            row.tokens.append(token)
-            request.num_in_flight_tokens -= 1
-            request.num_output_placeholders -= 1
-            size = len(row.tokens)
-            if (edge := size % block) == 0:
-                request.update_block_hashes()
-            elif edge == 1 and cached.get(request.request_id, 0) < size // block:  # else the last schedule cached it
-                self.kv_cache_manager.cache_blocks(request, size - 1)
+            request.num_in_flight_tokens -= count
+            request.num_output_placeholders -= count
+            taken, stops = self._appended(row, tokens[index])
+            first = index * count
             if holding:
-                row.held.append(token)
+                row.held += tokens[index][:taken]
                 if values is not None:
-                    row.held_logprobs.append(values[index])
-            if token in row.stops or size >= row.length or size >= longest:
-                check_stop(request, longest)
-                output = row.release() if holding else row.output(token, index, logprobs)
+                    row.held_logprobs += values[first : first + taken]
+            if stops:
+                check_stop(request, self.max_model_len)
+                output = row.release() if holding else row.output(tokens[index][:taken], first, logprobs)
                 output.finish_reason = request.get_finished_reason()
                 output.stop_reason = request.stop_reason
                 outputs.append(output)
                 stopped.add(request)
                 self._free_request(request)
             elif not holding:
-                outputs.append(row.output(token, index, logprobs))
+                outputs.append(row.output(tokens[index], first, logprobs))
         if stopped:
             self.running = remove_all(self.running, stopped)
         if not self.running:
             self._rows, self._running_rows, self._seen_running = {}, [], []  # keep no request alive
         return outputs
+
+    def _appended(self, row: Row, tokens: list[int]) -> tuple[int, bool]:
+        """Append sampled tokens to a request up to the one at which it stops, and cache the blocks that fill up.
+
+        Returns:
+            How many tokens were appended, and whether the request stops at the last of them.
+        """
+        request, block, longest = row.request, self._kv.block_size, min(row.length, self.max_model_len)
+        cached = self._kv.num_cached_block
+        for taken, token in enumerate(tokens, 1):
+            row.outputs.append(token)
+            row.tokens.append(token)
+            size = len(row.tokens)
+            if (edge := size % block) == 0:
+                request.update_block_hashes()
+            elif edge == 1 and cached.get(request.request_id, 0) < size // block:  # else the last schedule cached it
+                self.kv_cache_manager.cache_blocks(request, size - 1)
+            if token in row.stops or size >= longest:
+                return taken, True
+        return len(tokens), False
 
     def release(self, request_id: str) -> EngineCoreOutput | None:
         """Return the tokens of an unfinished request that are held back (see `holding`), and hold them no longer. None
@@ -415,10 +486,12 @@ class Row:
             self.length = request.num_prompt_tokens + request.max_tokens
             self.logprobs_wanted = params.num_logprobs is not None
 
-    def output(self, token: int, index: int, logprobs: LogprobsLists | None) -> EngineCoreOutput:
-        """Return vLLM's output object for one sampled token; `index` is the row of its log-prob in `logprobs`."""
-        new = logprobs.slice_request(index, 1) if self.logprobs_wanted and logprobs is not None else None
-        return EngineCoreOutput(self.request.request_id, [token], new, trace_headers=self.request.trace_headers)
+    def output(self, tokens: list[int], first: int, logprobs: LogprobsLists | None) -> EngineCoreOutput:
+        """Return vLLM's output object for sampled tokens; `first` is the row of the first one in `logprobs`."""
+        new = None
+        if self.logprobs_wanted and logprobs is not None:
+            new = LogprobsLists(*(array[first : first + len(tokens)] for array in logprobs[:3]))
+        return EngineCoreOutput(self.request.request_id, tokens, new, trace_headers=self.request.trace_headers)
 
     def release(self) -> EngineCoreOutput:
         """Return all tokens of this request that were held back (see `DecodeScheduler.holding`) as one output. It has
@@ -451,16 +524,17 @@ class DecodeStep:
     preemptions: int
     prompts: SchedulerOutput | None = None
 
-    def sampled(self, output: ModelRunnerOutput) -> tuple[list[int], LogprobsLists | None] | None:
-        """Return the sampled token of each row and the log-probs (or None without any), in the order of `rows`.
+    def sampled(self, output: ModelRunnerOutput) -> tuple[list[list[int]], LogprobsLists | None] | None:
+        """Return the sampled tokens of each row and the log-probs (or None without any), in the order of `rows`.
 
-        The whole result is None where the model runner's output has anything beyond one token per row and log-probs,
+        The whole result is None where the model runner's output has anything beyond the step's tokens and log-probs,
         which vLLM's own method must then handle.
         """
         logprobs, others = output.logprobs, len(self.prompts.num_scheduled_tokens) if self.prompts else 0
+        count = self.output.tokens if isinstance(self.output, DecodeOutput) else 1
         if (
             len(output.sampled_token_ids) != len(self.rows) + others
-            or (logprobs is not None and logprobs.cu_num_generated_tokens is not None)
+            or (logprobs is not None and count == 1 and logprobs.cu_num_generated_tokens is not None)
             or output.prompt_logprobs_dict
             or output.prompt_token_id_logprobs_dict
             or output.pooler_output
@@ -474,8 +548,6 @@ class DecodeStep:
             indices = list(map(output.req_id_to_index.__getitem__, self.ids))
             sampled = [sampled[index] for index in indices]
             if logprobs is not None:
-                logprobs = LogprobsLists(*(array[indices] for array in logprobs[:3]))
-        try:
-            return [token for (token,) in sampled], logprobs
-        except ValueError:
-            return None
+                places = (np.array(indices)[:, None] * count + np.arange(count)).ravel()
+                logprobs = LogprobsLists(*(array[places] for array in logprobs[:3]))
+        return (sampled, logprobs) if all(len(tokens) == count for tokens in sampled) else None

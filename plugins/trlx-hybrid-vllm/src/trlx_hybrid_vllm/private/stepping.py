@@ -385,10 +385,11 @@ class Stepper:
         scheduler.holding = True
         if self._graphs is not None:
             self._graphs.active = True
+            scheduler.tokens_at_once = self._graphs.multi_step.at_once
         try:
             with without_ranks(scheduler, self._engine.vllm_config.device_config.device):
                 yield
         finally:
-            scheduler.holding = False
+            scheduler.holding, scheduler.tokens_at_once = False, None
             if self._graphs is not None:
                 self._graphs.active = False

@@ -43,6 +43,7 @@ class Window:
     Attributes:
         step: number of the step; -1 before the first.
         done: number of its micro-batches that are done.
+        joins: how many micro-batches the scoring component puts into the next pass, where it was asked before; else 0.
         joined: the forward pass that several micro-batches share, until all of them have taken their scores; else None.
         to_measure: a micro-batch whose first row is to be scored once more alone, which shows how far log-probs depend
             on the other rows; done once no shared forward pass is open. None where nothing is to be measured.
@@ -50,6 +51,7 @@ class Window:
 
     step: int = -1
     done: int = 0
+    joins: int = 0
     joined: JoinedPass | None = None
     to_measure: dict[str, Any] | None = None
 

@@ -64,6 +64,24 @@ def test_a_step_is_the_same_with_rows_in_other_micro_batches(compared, noisy, re
     assert all(max(sums) - min(sums) <= 6 for sums in regroupings)  # of rows of up to 21 tokens
 
 
+@pytest.mark.parametrize("rollouts", [1, 2])
+def test_rows_stay_as_drawn_once_one_pass_computes_them_all(compared, noisy, regroupings, passes, rollouts):
+    """There is nothing to balance then, and TRL's metrics are those of the micro-batches that it drew."""
+    given = STEPS | {"max_steps": 4, "steps_per_generation": 4 // rollouts}
+    padded, packed = compared(GRPO, {"adaptive_checkpointing": True, "joined": True}, noisy, **given)
+    for mine, theirs in zip(packed.logs, padded.logs, strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-5, rel=1e-5)
+    assert difference(packed, padded)[1] < 1e-5
+    assert len(regroupings) == 2  # of the first rollout, which is measured, and of the second, which is compared
+    assert packed.trainer.session.scoring.joins == 4 // rollouts
+
+
+def test_rows_are_balanced_where_memory_holds_no_pass_of_all(compared, noisy, regroupings, passes):
+    passes.free = 0
+    compared(GRPO, {"adaptive_checkpointing": True, "joined": True}, noisy, **STEPS)
+    assert len(regroupings) == 3
+
+
 @pytest.mark.parametrize("case", BOUND_TOGETHER)
 def test_rows_stay_together_where_the_loss_compares_them(compared, noisy, regroupings, case):
     padded, packed = compared(GRPO, {}, noisy, **STEPS | BOUND_TOGETHER[case])

@@ -15,7 +15,7 @@ from ..metrics.step_metrics import in_step_time
 from ..refusals import LOSS, REGROUPED, SCORER, Facts, overriding
 from ..state import MicroBatch
 from . import agreement, micro_batches
-from .scoring_call import component_groups
+from .scoring_call import component_groups, component_joins
 
 if TYPE_CHECKING:
     from ..state import RunState
@@ -31,7 +31,8 @@ def in_one_step(trainer: StockTrainer, run: RunState) -> bool:
 
 def regrouped(trainer: StockTrainer, run: RunState, drawn: Rows) -> Rows:
     """Return a rollout's rows, moved to other micro-batches than TRL has drawn where the scoring component balances the
-    micro-batches; else as they are.
+    micro-batches; else as they are. Where one pass is going to compute all of them, they stay as they are, too: there
+    is nothing to balance, and TRL's metrics need not be computed again. Collective.
 
     Args:
         drawn: the micro-batches that TRL has drawn.
@@ -41,10 +42,26 @@ def regrouped(trainer: StockTrainer, run: RunState, drawn: Rows) -> Rows:
     images = any(isinstance(value, list) for value in drawn[0].values())  # images do not have one entry per row
     if images or REGROUPED.refused(Facts(trainer)) is not None or not in_one_step(trainer, run):
         return drawn
+    if shares_one_pass(trainer, run, drawn):
+        return drawn
     micro_batches.number(drawn)
     tokens = torch.cat([(micro["prompt_mask"].sum(1) + micro["completion_mask"].sum(1)) for micro in drawn])
     prompts = torch.cat([micro["prompt_ids"].masked_fill(micro["prompt_mask"] == 0, -1) for micro in drawn])
     return component_groups(run.session, drawn, prompts, tokens.tolist())
+
+
+def shares_one_pass(trainer: StockTrainer, run: RunState, drawn: Rows) -> bool:
+    """Return whether one forward and backward pass is going to compute all micro-batches of a rollout that begins to be
+    trained, and note it in the run's window. False until a shared pass of so many was found to compute them alike.
+    Collective."""
+    session = run.session
+    if session.scoring.joins < len(drawn) or overriding(trainer, "training_step", *LOSS) is not None:
+        return False
+    ahead = micro_batches.joinable(trainer, drawn[0], run.window.done)
+    if len(ahead) < len(drawn) or component_joins(session, micro_batches.tokens_of(ahead)) < len(drawn):
+        return False
+    run.window.joins = len(drawn)
+    return True
 
 
 def with_terms(trainer: StockTrainer, run: RunState, loss: Any, micro_batch: MicroBatch) -> Any:

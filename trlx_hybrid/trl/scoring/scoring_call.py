@@ -290,7 +290,7 @@ class ScoringCall:
         micro_batch = run.micro_batch.inputs
         if window.joined is None:
             ahead = joinable(self.trainer, micro_batch, window.done)
-            count = component_joins(session, tokens_of(ahead))
+            count, window.joins = window.joins or component_joins(session, tokens_of(ahead)), 0
             if count == 1:
                 return None
             every = self._together(rows, ahead[:count])

@@ -253,9 +253,9 @@ class SamplingGraphs:
             return self._sampled(batch, self.multi_step.tokens)
         if self.multi_step.tokens > 1:
             raise EngineError(
-                f"A step of {self.multi_step.tokens} tokens was scheduled for {batch.num_reqs} requests, but vLLM would "
-                "sample one of each. This is a fault of trlx-hybrid-vllm. engine_options={'enforce_eager': True} in "
-                "HybridConfig decodes one token a step."
+                f"A step of {self.multi_step.tokens} tokens was scheduled for {batch.num_reqs} requests, but vLLM "
+                "would sample one of each. This is a fault of trlx-hybrid-vllm. engine_options={'enforce_eager': True} "
+                "in HybridConfig decodes one token a step."
             )
         return self._stock[0](hidden, batch, grammar)
 

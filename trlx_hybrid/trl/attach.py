@@ -362,6 +362,22 @@ def _put_engine(trainer: StockTrainer, session: Session) -> None:
         session.notes.append(f"truncated completions: {BY_TOKEN}, for the rollout_func does not say")
 
 
+def forget_evaluation(trainer: StockTrainer) -> None:
+    """Make accelerate prepare the model for training even if an evaluation has prepared it before. The evaluation
+    leaves out DDP, and without DDP each rank would train on its own.
+
+    Raises:
+        ConfigError: the evaluation made a DeepSpeed engine without an optimizer.
+    """
+    if trainer.model_wrapped is trainer.model and trainer.accelerator.distributed_type.startswith("MULTI_"):
+        trainer.model._is_accelerate_prepared = False
+    if trainer.is_deepspeed_enabled and trainer.deepspeed is not None and trainer.optimizer is None:
+        raise ConfigError(
+            "evaluate() before train() has made a DeepSpeed engine without an optimizer, which transformers would "
+            "go on with. Set eval_on_start=True instead: it evaluates before the first step."
+        )
+
+
 class SessionCallback(TrainerCallback):  # type: ignore[misc]
     """A callback that tells the session when training starts, steps and logs.
 

@@ -52,6 +52,7 @@ class StockTrainer:
     callback_handler: Any
     processing_class: Any
     train_dataset: Any
+    data_collator: Any
     current_gradient_accumulation_steps: int
     is_deepspeed_enabled: bool
     is_fsdp_enabled: bool
@@ -85,7 +86,6 @@ class StockTrainer:
     chat_template_kwargs: dict[str, Any]
     _tokenizer: Any
     _is_vlm: bool
-    _tokenize_prompts: Callable[[list[Any]], tuple[Any, ...]]
 
     # --- trl: tools and environments
     tools: list[Any] | None
@@ -123,6 +123,7 @@ class StockTrainer:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None: ...
         def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any: ...
+        def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any: ...
         def _init_training_state(
             self, max_steps: Any, steps_per_epoch: Any, epochs: Any, resume_from_checkpoint: Any, trial: Any
         ) -> tuple[int, int]: ...
@@ -131,6 +132,7 @@ class StockTrainer:
         def _prepare_inputs(self, generation_batch: Any) -> Any: ...
         def _generate_and_score_completions(self, inputs: Rows) -> dict[str, Any]: ...
         def _generate(self, prompts: list[Any]) -> Any: ...
+        def _tokenize_prompts(self, prompts: list[Any]) -> tuple[Any, ...]: ...
         def _generate_single_turn(
             self, prompt_ids: Any, images: Any, multimodal_fields: Any, *rest: Any, **kwargs: Any
         ) -> Any: ...

@@ -40,9 +40,9 @@ from .arguments import refuse_unknown, suggesting
 from .borrowed import GENERATING, OWN_ENGINE
 from .checkpoint.adapters import load_adapters, load_default
 from .checkpoint.checkpoints import all_adapters
-from .generation import in_flight, resampling, tool_calling, truncation, unseen_parts
+from .generation import in_flight, repeated_batches, resampling, tool_calling, truncation, unseen_parts
 from .generation.early_rewards import begun_early
-from .generation.prompts import naming_resets
+from .generation.prompts import naming_resets, plain, tokenised
 from .generation.truncation_rule import MASKS
 from .generation.vllm_generation import trajectories_of
 from .scoring import agreement, kept_ids, loss, shape
@@ -183,7 +183,7 @@ class HybridTrainer(Base):
         """Train as TRL does. After `evaluate()`, the model is prepared for training again (with DDP). If a launcher has
         started the run again and no checkpoint is named here, resume from the run's last checkpoint."""
         run = self._running
-        self._after_evaluation()
+        attach.forget_evaluation(self)
         run.window = Window()
         start = run.checkpoints.start(self, resume_from_checkpoint)
         try:
@@ -191,20 +191,9 @@ class HybridTrainer(Base):
         finally:
             run.window.joined = None
 
-    def _after_evaluation(self) -> None:
-        """Make accelerate prepare the model for training even if an evaluation has prepared it before. The evaluation
-        leaves out DDP, and without DDP each rank would train on its own.
-
-        Raises:
-            ConfigError: the evaluation made a DeepSpeed engine without an optimizer.
-        """
-        if self.model_wrapped is self.model and self.accelerator.distributed_type.startswith("MULTI_"):
-            self.model._is_accelerate_prepared = False
-        if self.is_deepspeed_enabled and self.deepspeed is not None and self.optimizer is None:
-            raise ConfigError(
-                "evaluate() before train() has made a DeepSpeed engine without an optimizer, which transformers would "
-                "go on with. Set eval_on_start=True instead: it evaluates before the first step."
-            )
+    def _get_dataloader(self, dataset: Any, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
+        with repeated_batches.read_once(self, self._run if is_training else None, dataset) as read:
+            return super()._get_dataloader(read, *args, is_training=is_training, **kwargs)
 
     def _init_training_state(
         self, max_steps: Any, steps_per_epoch: Any, epochs: Any, resume_from_checkpoint: Any, trial: Any
@@ -237,6 +226,7 @@ class HybridTrainer(Base):
             return
         trained = kwargs["steps_trained_in_current_epoch"]
         run, loader = self._running, kwargs["train_dataloader"]
+        repeated_batches.begin_epoch(loader)
         run.order.begin_epoch(self, kwargs["epoch"], loader, trained)
         if run.in_flight is not None:
             run.in_flight.begin_epoch(self, loader, trained)
@@ -294,7 +284,7 @@ class HybridTrainer(Base):
     # --- a batch: sampled, rewarded, scored ---------------------------------------------------------------------------
 
     def _generate_and_score_completions(self, inputs: Rows) -> dict[str, Any]:
-        run = self._run
+        run, inputs = self._run, repeated_batches.whole(inputs, self.accelerator.device)
         if run is None:
             return super()._generate_and_score_completions(inputs)
         if run.replay is not None:
@@ -397,6 +387,11 @@ class HybridTrainer(Base):
             unseen_parts.warn(functions, batch.generated[0], self.processing_class, run.borrowed.parse_response, tools)
         run.said.add("reward functions")
         return batch.generated
+
+    def _tokenize_prompts(self, prompts: list[Any]) -> tuple[Any, ...]:
+        by_row = self._run is None or getattr(self, "environment_factories", None) is not None or not plain(prompts)
+        tokenise = super()._tokenize_prompts
+        return tokenise(prompts) if by_row else tokenised(tokenise, prompts)
 
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, *rest: Any, **kwargs: Any

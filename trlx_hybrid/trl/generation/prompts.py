@@ -1,10 +1,11 @@
-"""Errors that name the row: for datasets with a missing prompt, and for environments whose `reset` fails. TRL and
-tokenizers fail on both without saying which row it is."""
+"""Prompts of a batch: equal ones, which are tokenised once, and errors that name the row, for datasets with a missing
+prompt and for environments whose `reset` fails. TRL and tokenizers fail on both without saying which row it is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from traceback import walk_tb
 from typing import Any
 
@@ -55,6 +56,31 @@ def _missing(column: Any) -> tuple[int, str] | None:
         row = pc.index(pc.list_value_length(column), 0).as_py()
         return (row, "an empty list as its prompt") if row >= 0 else None
     return None
+
+
+def tokenised(tokenise: Callable[[list[Any]], tuple[Any, ...]], prompts: list[Any]) -> tuple[Any, ...]:
+    """Tokenise the prompts of a batch as TRL does, but each only once where equal ones follow each other, as those of a
+    group do: a chat template takes 0.2 ms for a prompt.
+
+    Args:
+        tokenise: TRL's function: token ids of some prompts, their images, and further fields of the processor.
+        prompts: texts, or lists of messages.
+    """
+    starts = [0, *(place for place, pair in enumerate(pairwise(prompts), 1) if pair[0] != pair[1])]
+    if len(starts) == len(prompts):
+        return tokenise(prompts)
+    ids, images, fields = tokenise([prompts[place] for place in starts])
+    if images or fields:  # these may have one entry for each prompt, or for each image
+        return tokenise(prompts)
+    ends = [*starts[1:], len(prompts)]
+    every = [list(found) for found, start, end in zip(ids, starts, ends, strict=True) for _ in range(start, end)]
+    return every, images, fields
+
+
+def plain(prompts: Sequence[Any]) -> bool:
+    """Return whether prompts are texts, or messages whose contents are texts, without images."""
+    contents = (m.get("content") for prompt in prompts if not isinstance(prompt, str) for m in prompt)
+    return all(content is None or isinstance(content, str) for content in contents)
 
 
 @contextmanager

@@ -66,7 +66,7 @@ def serves(runner: GPUModelRunner) -> bool:
 
 
 class MultiStep:
-    """What a model runner needs to decode several tokens of each request in one step of the engine.
+    """Lets a model runner decode several tokens of each request in one step of the engine.
 
     Args:
         runner: the model runner (vLLM's second) of an engine that has one kind of KV cache and runs on one rank, and

@@ -134,7 +134,7 @@ class SamplingGraphs:
         active: whether the graphs are replayed. Must be False while other code than this package's reads the engine's
             outputs: these have token ids in the place of the sampled tokens' ranks by probability.
         replayed: how often a graph was replayed.
-        multi_step: what the engine needs to decode several tokens of each request in one step.
+        multi_step: lets the runner decode several tokens of each request in one step.
     """
 
     def __init__(self, runner: GPUModelRunner, sizes: Sequence[int]) -> None:

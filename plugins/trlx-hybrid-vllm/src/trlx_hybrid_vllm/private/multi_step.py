@@ -4,11 +4,12 @@ The host needs 1 ms or more for a step: it plans it, prepares its inputs, copies
 needs half of that for a step of a model with 135M parameters. Here, all this is done once for several steps. Between
 two of them, only kernels are launched: those that prepare the next inputs, the graph of the layers, and the graph of
 what follows these (`sampling_graphs.py`). Kernels and shapes are those of single steps, and so are tokens and
-log-probs, bit for bit.
+log-probs, bit for bit, as long as no request stops.
 
-When a request stops, its later tokens in the same engine step, and in the one that is scheduled already, were computed
-for nothing. So the larger a model is, the fewer steps are decoded at once. Their number depends on the model alone, and
-not on measured times: the same requests are always decoded in the same batches.
+A request that stops stays in the batch until the last of the steps that are decoded at once, and in those that are
+scheduled already. Its tokens there are dropped. The others may be rounded otherwise then, as with any other number of
+rows. The larger a model is, the more this costs, so the fewer steps are decoded at once. Their number depends on the
+model alone, and not on measured times: the same requests are always decoded in the same batches.
 """
 
 from __future__ import annotations

@@ -107,7 +107,8 @@ def read_once(trainer: StockTrainer, run: RunState | None, dataset: Any) -> Iter
     """Return a context in which the trainer builds the loader of this training dataset, and yield the dataset for it:
     `ReadOnce` where the loader may read each generation batch once; else the given one, and nothing changes.
 
-    It may not where processes read the dataset, or where a user's class looks at the batches.
+    It may not where processes read the dataset, where rank 0 reads for all ranks, or where a user's class looks at the
+    batches.
     """
     args = trainer.args
     may = (
@@ -115,6 +116,7 @@ def read_once(trainer: StockTrainer, run: RunState | None, dataset: Any) -> Iter
         and not run.session.selection.stock
         and isinstance(dataset, datasets.Dataset)
         and not args.dataloader_num_workers
+        and not trainer.accelerator.dataloader_config.dispatch_batches
         and not args.remove_unused_columns
         and overriding(trainer, "_prepare_inputs", "training_step", "get_batch_samples") is None
     )

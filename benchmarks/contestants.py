@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from .building import GPU_SHARE, engine_options, load, prepare_process, stock_engine
 from .harness import Timed, synchronise
@@ -187,6 +188,14 @@ class Hybrid(Contestant):
         """Time a repetition as `repeat` does, with the same engine and parameters but no seed on any request."""
         other_prompts = f"{lengths.name}-{-1 - turn}"  # the engine's prefix cache already has the prompts of `turn`
         return self._timed(self._generate_seedless, lengths, turn, other_prompts)
+
+    def repeat_single(self, lengths: Lengths, turn: int) -> Timed:
+        """Time a repetition as `repeat` does, with the same engine, but one decode step in each step of the engine."""
+        graphs = self._trainer.session.live_engine._graphs
+        if graphs is None:
+            raise RuntimeError("The engine decodes without CUDA graphs of its own, one token in each step anyway.")
+        with patch.object(graphs.multi_step, "most", 1):
+            return self._timed(self._generate, lengths, turn, f"{lengths.name}-single-{turn}")
 
     def _generate_seedless(self, prompts: list[list[int]]) -> list[list[int]]:
         from trlx_hybrid.contract.types import Request

@@ -6,7 +6,8 @@ engine on the same device, with the same settings, and repeat in turn while the 
 length, or of lengths drawn from a lognormal distribution, the same rows in all arms.
 
 Arm `tuned` is TRL's path with what a user can set: tokens are not turned into text. Arm `seedless` samples in our
-engine with no seeds on the requests, which shows what seeds cost.
+engine with no seeds on the requests, which shows what seeds cost. On a GPU, arm `single` decodes one token of each
+request in a step of our engine, where small models decode several.
 """
 
 from __future__ import annotations
@@ -31,6 +32,21 @@ from .worker import Worker, wait_until_built
 BUILD_SECONDS, REPEAT_SECONDS = 420.0, 120.0
 
 SCALES = {
+    "135m": Scale(
+        config={
+            "vocab_size": 49152,
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "tie_word_embeddings": True,
+        },
+        prompt_tokens=64,
+        cases=(Lengths(sequences=128, longest=192), Lengths(sequences=128, longest=192, median=48, sigma=0.8)),
+        kv_cache_bytes=4 << 30,
+        repetitions=5,
+    ),
     "1.5b": Scale(
         config={
             "vocab_size": 151936,
@@ -125,6 +141,8 @@ def compare(workers: Mapping[str, Worker], lengths: Lengths, repetitions: int) -
 
     arms = [arm(name, worker, "repeat") for name, worker in workers.items()]
     arms.append(arm("seedless", workers["hybrid"], "repeat_seedless"))
+    if not accelerator().startswith("cpu"):
+        arms.append(arm("single", workers["hybrid"], "repeat_single"))
     return alternate(arms, warmup=1, repetitions=repetitions, case=lengths.name)
 
 

@@ -2,8 +2,8 @@
 
 TRL's loader yields each generation batch as often as micro-batches are trained on its completions, and the trainer
 looks at the first of these only. For the others, the loader reads the rows again, pins them, and moves them to the
-device, a value at a time: with 128 rows and 8 micro-batches this took 0.1 s of a step of 0.6 s. Here the others are
-`Repeated`, an object that these functions pass on unseen.
+device, a value at a time: 12 ms a step with 128 rows and 8 micro-batches on a CPU, where nothing is pinned. Here the
+others are `Repeated`, an object that these functions pass on unseen, and it takes 1.5 ms.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from trlx_hybrid_vllm.rendezvous import launcher_environment
 from trlx_hybrid_vllm.sampling import sampling_params
 from trlx_hybrid_vllm.generate.streaming import EngineStream, collect
 from vllm import LLM
-
 from vllm.platforms.cpu import CpuPlatform
 
 checked = CpuPlatform.check_and_update_config.__func__
@@ -155,7 +154,7 @@ def of_each(count, most=8, **changes):  # how many tokens each step decoded
         return output
     expected, _ = sampled(count, False, max_tokens=40, **changes)
     graphs.multi_step.most, scheduler._decode_step = most, decode_step
-    found, replayed = sampled(count, True, max_tokens=40, **changes)
+    found, _ = sampled(count, True, max_tokens=40, **changes)
     graphs.multi_step.most = 1
     del scheduler._decode_step
     equal(found, expected)

@@ -203,6 +203,31 @@ def params_of(count, **given):
     return [SamplingParams(seed=i, **{"max_tokens": 9 + 7 * (i % 12), **given}) for i in range(count)]
 
 
+def every_way_to_end(count):
+    params = params_of(count)
+    for i in range(3, count, 4):
+        params[i].stop_token_ids = list(range(3, 40, i))
+    params[5].ignore_eos, params[6].min_tokens, params[7].max_tokens, params[8].max_tokens = True, 12, 1, 500
+    params[8].ignore_eos = True
+    params[9].logprobs = None
+    return params
+
+
+def losing_the_device(llm, patch, broken):
+    """Lets the engine's step of this number fail; how many tokens each step was to decode."""
+    executor, counts = core_of(llm).model_executor, []
+    stock = executor.execute_model
+
+    def execute_model(output, **kwargs):
+        counts.append(getattr(output, "tokens", 1))
+        if len(counts) == broken:
+            raise RuntimeError("a lost device")
+        return stock(output, **kwargs)
+
+    patch.setattr(executor, "execute_model", execute_model)
+    return counts
+
+
 def told(outputs):
     """All that a caller of `LLM.generate` sees."""
     return [
@@ -221,14 +246,7 @@ def told(outputs):
 @pytest.mark.parametrize("ahead", [True, False])
 def test_a_rollout_is_the_same(engine, ahead):
     """More requests than places, every way to end, and a context that runs out."""
-    prompts = prompts_of(20)
-    params = params_of(20)
-    for i in range(3, 20, 4):
-        params[i].stop_token_ids = list(range(3, 40, i))
-    params[5].ignore_eos, params[6].min_tokens, params[7].max_tokens, params[8].max_tokens = True, 12, 1, 500
-    params[8].ignore_eos = True
-    params[9].logprobs = None
-    seen = []
+    prompts, params, seen = prompts_of(20), every_way_to_end(20), []
     for scheduler in BOTH:
         with engine(scheduler, ahead=ahead) as llm:
             assert core_of(llm).batch_queue_size == 1 + ahead
@@ -328,17 +346,8 @@ def test_stop_strings_ranked_logprobs_and_what_is_not_plain(engine):
 def test_a_failed_step_leaves_a_usable_engine(engine, monkeypatch, scheduler, broken):
     with engine(scheduler) as llm:
         expected = collect(llm, prompts_of(6), params_of(6))
-        executor, calls = core_of(llm).model_executor, []
-        stock = executor.execute_model
-
-        def execute_model(*args, **kwargs):
-            calls.append(1)
-            if len(calls) == broken:
-                raise RuntimeError("a lost device")
-            return stock(*args, **kwargs)
-
         llm.reset_prefix_cache()
-        monkeypatch.setattr(executor, "execute_model", execute_model)
+        losing_the_device(llm, monkeypatch, broken)
         with pytest.raises(RuntimeError, match="a lost device"):
             collect(llm, prompts_of(6), params_of(6))
         assert not llm.llm_engine.has_unfinished_requests()
@@ -434,16 +443,6 @@ def assert_alike(found, expected):
         np.testing.assert_allclose(*values, atol=1e-5, rtol=0)
 
 
-def every_way_to_end(count):
-    params = params_of(count)
-    for i in range(3, count, 4):
-        params[i].stop_token_ids = list(range(3, 40, i))
-    params[5].ignore_eos, params[6].min_tokens, params[7].max_tokens, params[8].max_tokens = True, 12, 1, 500
-    params[8].ignore_eos = True
-    params[9].logprobs = None
-    return params
-
-
 @pytest.mark.parametrize("ahead", [True, False])
 def test_several_tokens_at_once_are_the_same(engine, ahead):
     """More requests than places, and a context that runs out; then again with what is cached."""
@@ -507,20 +506,11 @@ def test_requests_come_and_go_between_steps_of_several_tokens(engine, scheduler)
 def test_a_failed_step_of_several_tokens_leaves_a_usable_engine(engine, monkeypatch, broken):
     with engine(ThreeAtOnce) as llm:
         expected = collect(llm, prompts_of(6), params_of(6))
-        executor, calls = core_of(llm).model_executor, []
-        stock = executor.execute_model
-
-        def execute_model(*args, **kwargs):
-            calls.append(getattr(args[0], "tokens", 1))
-            if len(calls) == broken:
-                raise RuntimeError("a lost device")
-            return stock(*args, **kwargs)
-
         llm.reset_prefix_cache()
-        monkeypatch.setattr(executor, "execute_model", execute_model)
+        counts = losing_the_device(llm, monkeypatch, broken)
         with pytest.raises(RuntimeError, match="a lost device"):
             collect(llm, prompts_of(6), params_of(6))
-        assert calls[-1] > 1
+        assert counts[-1] > 1
         assert not llm.llm_engine.has_unfinished_requests()
         llm.reset_prefix_cache()
         assert_alike(collect(llm, prompts_of(6), params_of(6)), expected)

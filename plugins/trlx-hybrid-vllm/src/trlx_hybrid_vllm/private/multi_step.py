@@ -14,6 +14,7 @@ model alone, and not on measured times: the same requests are always decoded in 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +85,7 @@ class MultiStep:
         self.tokens = 1
         self._runner = runner
         self._layers: BatchExecutionDescriptor | None = None  # the graph of the layers that ran last
-        self._served: frozenset[str] = frozenset()
+        self._served: Sequence[str] = ()  # the requests of the last step, where it was one that graphs decode
         self._stock = runner.execute_model, runner.cudagraph_manager.run_fullgraph
 
     def install(self) -> None:
@@ -105,11 +106,11 @@ class MultiStep:
         Args:
             ids: vLLM's ids of the requests.
         """
-        return self.most if self._served.issuperset(ids) else 1
+        return self.most if self.most > 1 and set(self._served).issuperset(ids) else 1
 
-    def stepped(self, ids: list[str]) -> None:
+    def stepped(self, ids: Sequence[str]) -> None:
         """Note that a step has decoded these requests, with one graph after the layers."""
-        self._served = frozenset(ids)
+        self._served = ids
 
     def advance(self, batch: InputBatch, done: int) -> None:
         """Launch the layers for the next token of each request of a batch.
@@ -158,7 +159,7 @@ class MultiStep:
 
     def _execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         self.tokens = getattr(scheduler_output, "tokens", 1)
-        self._served = frozenset()
+        self._served = ()
         return self._stock[0](scheduler_output, *args, **kwargs)
 
     def _run_layers(self, graph: BatchExecutionDescriptor) -> Any:

@@ -389,9 +389,10 @@ class HybridTrainer(Base):
         return batch.generated
 
     def _tokenize_prompts(self, prompts: list[Any]) -> tuple[Any, ...]:
-        by_row = self._run is None or getattr(self, "environment_factories", None) is not None or not plain(prompts)
-        tokenise = super()._tokenize_prompts
-        return tokenise(prompts) if by_row else tokenised(tokenise, prompts)
+        tokenise, by_row = super()._tokenize_prompts, getattr(self, "environment_factories", None) is not None
+        if self._run is None or self._is_vlm or by_row or not plain(prompts):
+            return tokenise(prompts)
+        return tokenised(tokenise, prompts)
 
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, *rest: Any, **kwargs: Any

@@ -18,6 +18,7 @@ BENCHMARKS = (
     "learning",
     "real",
     "capacity",
+    "long_context",
     "multiturn",
     "agents",
     "reshard",

@@ -15,34 +15,73 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
 from .child import ChildError, ask
 from .result import Result
 
-SHAPES: dict[str, dict[str, Any]] = {  # Qwen2.5's
+SHAPES: dict[str, dict[str, Any]] = {  # Qwen2.5's, and Qwen3's 8B
     "tiny": {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
     | {"num_key_value_heads": 2, "vocab_size": 4096},
     "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
     | {"num_key_value_heads": 4, "vocab_size": 152064},
+    "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32}
+    | {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "model_type": "qwen3"},
     "14b": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48, "num_attention_heads": 40}
     | {"num_key_value_heads": 8, "vocab_size": 152064},
     "32b": {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40}
     | {"num_key_value_heads": 8, "vocab_size": 152064},
 }
-TRL_SHARE = {"tiny": 0.3, "7b": 0.35, "14b": 0.45, "32b": 0.85}  # what its engine needs: the weights, a few sequences
+TRL_SHARE = {
+    "tiny": 0.3,
+    "7b": 0.35,
+    "8b": 0.35,
+    "14b": 0.45,
+    "32b": 0.85,
+}  # what its engine needs: the weights, a few sequences
 KINDS = ("trl", "hybrid")
-CONTEXT = {"tiny": 64} | dict.fromkeys(("7b", "14b", "32b"), 4096)  # tokens; the prompt has half of them
-SEQUENCES = 4
 LORA_RANK = 16
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """The rows of a step.
+
+    Attributes:
+        context: tokens of a row.
+        sampled: how many of them are sampled; the others are the prompt.
+        number: how many rows there are, all of one prompt.
+        at_once: rows of a micro-batch.
+    """
+
+    context: int
+    sampled: int
+    number: int = 4
+    at_once: int = 1
+
+    @classmethod
+    def of(cls, size: str) -> Rows:
+        """Return the usual rows of a model's size: half of 4,096 tokens is the prompt."""
+        context = 64 if size == "tiny" else 4096
+        return cls(context=context, sampled=context // 2)
+
+    @property
+    def long(self) -> bool:
+        """True where only few rows fit into an engine's cache."""
+        return self.context > 8192
+
+
 def attempt(
-    kind: str, size: str, share: float | None, steps: int, folder: str, seconds: float, eager: bool = False
+    kind: str, size: str, share: float | None, steps: int, folder: str, seconds: float, eager: bool = False, **more: Any
 ) -> dict[str, Any]:
-    """Run one trainer in a process of its own; return its answer, or how it ended. Prints its progress as it comes."""
-    given = {"kind": kind, "size": size, "share": share, "steps": steps, "folder": folder, "eager": eager}
+    """Run one trainer in a process of its own; return its answer, or how it ended. Prints its progress as it comes.
+
+    Args:
+        more: further arguments of `benchmarks.capacity_run.run`.
+    """
+    given = {"kind": kind, "size": size, "share": share, "steps": steps, "folder": folder, "eager": eager} | more
 
     def say(line: str) -> None:
         print(f"{kind} {size}: {line}", file=sys.stderr, flush=True)
@@ -105,9 +144,8 @@ def _result(name: str, sizes: Sequence[str], runs: dict[str, dict[str, Any]], me
         measurements=[],
         metrics=dict(metrics),
         settings={
-            "sequences": SEQUENCES,
             "lora_rank": LORA_RANK,
-            "context": {size: CONTEXT[size] for size in sizes},
+            "rows": {size: asdict(Rows.of(size)) for size in sizes},
             "shapes": {size: SHAPES[size] for size in sizes},
             "runs": dict(runs),
         },

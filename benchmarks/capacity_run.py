@@ -4,7 +4,8 @@
 
 `kind` is "trl" or "hybrid"; `share` is TRL's share of the GPU, or for "hybrid" the peak in bytes that it must not
 exceed, and null leaves the choice to the trainer; `steps` are optimizer steps, 0 makes one rollout; `folder` is for the
-files that TRL's engine reads; `eager` builds our engine without CUDA graphs. Progress goes to standard error.
+files that TRL's engine reads; `eager` builds our engine without CUDA graphs; `rows` are the fields of
+`benchmarks.capacity.Rows`; `memory` lets only so many bytes of the GPU be used. Progress goes to standard error.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from .building import prepare_process, stock_engine
-from .capacity import CONTEXT, LORA_RANK, SEQUENCES, SHAPES
+from .capacity import LORA_RANK, SHAPES, Rows
 from .child import answer, progress
 from .lengths import Lengths
 from .scale import Scale, Variant
@@ -45,6 +46,15 @@ class Watch:
         self.stages: list[str] = []
         self._started = time.perf_counter()
         self._recent = 0
+        self._blocked: Any = None
+
+    def block(self, memory: int) -> None:
+        """Take all but `memory` bytes of the GPU, and count them nowhere: the run has a smaller GPU."""
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        memory -= total - free  # what CUDA itself has taken
+        self._blocked = torch.empty(free - memory, dtype=torch.uint8, device="cuda") if free > memory else None
 
     def keep_looking(self) -> None:
         """Measure continuously from now on.
@@ -63,7 +73,8 @@ class Watch:
 
         if torch.cuda.is_available():
             free, total = torch.cuda.mem_get_info()
-            self._recent = max(self._recent, total - free)
+            blocked = 0 if self._blocked is None else self._blocked.nbytes
+            self._recent = max(self._recent, total - free - blocked)
             self.peak = max(self.peak, self._recent)
 
     def reached(self, stage: str) -> None:
@@ -74,13 +85,18 @@ class Watch:
         progress(self.stages[-1])
 
 
-def random_model(size: str) -> Any:
-    """Return a model with random weights, drawn on the device: in bf16 on a GPU, in fp32 on a CPU."""
+def random_model(size: str, context: int) -> Any:
+    """Return a model with random weights, drawn on the device: in bf16 on a GPU, in fp32 on a CPU.
+
+    Args:
+        context: the tokens of its longest row.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    config = AutoConfig.for_model("qwen2", **SHAPES[size], eos_token_id=0, pad_token_id=0, max_position_embeddings=8192)
+    shape = {"model_type": "qwen2", "max_position_embeddings": max(8192, context), **SHAPES[size]}
+    config = AutoConfig.for_model(**shape, eos_token_id=0, pad_token_id=0)
     torch.manual_seed(0)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -145,7 +161,9 @@ def trl_engine(size: str) -> AbstractContextManager[Any]:
     return stock_engine(scale, Variant())
 
 
-def build(kind: str, size: str, share: float | None, steps: int, folder: str, eager: bool, watch: Watch) -> Any:
+def build(
+    kind: str, size: str, rows: Rows, share: float | None, steps: int, folder: str, eager: bool, watch: Watch
+) -> Any:
     """Build the trainer; TRL's has its engine already."""
     import torch
     from datasets import Dataset
@@ -159,14 +177,14 @@ def build(kind: str, size: str, share: float | None, steps: int, folder: str, ea
     cuda = torch.cuda.is_available()
     watch.reached("imported")
     words = tokenizer(SHAPES[size]["vocab_size"])
-    model = random_model(size)
+    model = random_model(size, rows.context)
     watch.reached("model built")
     arguments: dict[str, Any] = {
         "output_dir": str(Path(folder) / "runs"),
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": SEQUENCES,
-        "num_generations": SEQUENCES,
-        "max_completion_length": CONTEXT[size] // 2 if steps else SAMPLED_TOKENS,
+        "per_device_train_batch_size": rows.at_once,
+        "gradient_accumulation_steps": rows.number // rows.at_once,
+        "num_generations": rows.number,
+        "max_completion_length": rows.sampled if steps else SAMPLED_TOKENS,
         "generation_kwargs": {"ignore_eos": True},
         "max_steps": max(1, steps),
         "logging_steps": 1,
@@ -179,11 +197,11 @@ def build(kind: str, size: str, share: float | None, steps: int, folder: str, ea
         "use_vllm": True,
         "vllm_mode": "colocate",
         "vllm_enable_sleep_mode": True,
-        "vllm_max_model_length": CONTEXT[size],
+        "vllm_max_model_length": rows.context,
     }
     extra: dict[str, Any] = {}
     if kind == "hybrid":
-        options: dict[str, Any] = {"enforce_eager": eager}
+        options: dict[str, Any] = {"enforce_eager": eager} | ({"max_num_seqs": rows.number} if rows.long else {})
         if share is not None and cuda:
             options["gpu_memory_utilization"] = engine_share(model, share)
         extra["hybrid"] = HybridConfig(engine="vllm", engine_options=options)
@@ -196,7 +214,7 @@ def build(kind: str, size: str, share: float | None, steps: int, folder: str, ea
         watch.reached("sampled")
         return [float(index) for index, _ in enumerate(completions)]
 
-    prompt = " ".join(f"{index + 1:x}" for index in range(CONTEXT[size] // 2))
+    prompt = " ".join(f"{index + 1:x}" for index in range(rows.context - rows.sampled))
     trainer_class = HybridTrainer if kind == "hybrid" else GRPOTrainer
     with trl_engine(size) if kind == "trl" else nullcontext():
         trainer = trainer_class(
@@ -228,31 +246,42 @@ def train(trainer: Any, watch: Watch) -> None:
     trainer.train()
 
 
-def roll_out(trainer: Any, kind: str, watch: Watch) -> None:
+def roll_out(trainer: Any, kind: str, rows: Rows, watch: Watch) -> None:
     """Make one rollout, with fresh weights."""
-    prompts = [[5, 6, 7]] * SEQUENCES
+    prompts = [[5, 6, 7]] * rows.number
     if kind == "hybrid":
         trainer.session.open()
         watch.reached("engine built")
     watch.keep_looking()
     if kind == "hybrid":
         with trainer.session.rollout_phase(True):
-            trainer.session.generate(prompts, num_generations=SEQUENCES)
+            trainer.session.generate(prompts, num_generations=rows.number)
     else:
         trainer.vllm_generation.sync_weights()
-        trainer.vllm_generation.generate(prompts, None, SEQUENCES)
+        trainer.vllm_generation.generate(prompts, None, rows.number)
     watch.reached("rolled out")
 
 
-def run(kind: str, size: str, share: float | None, steps: int, folder: str, eager: bool = False) -> dict[str, Any]:
+def run(
+    kind: str,
+    size: str,
+    share: float | None,
+    steps: int,
+    folder: str,
+    eager: bool = False,
+    rows: Mapping[str, int] | None = None,
+    memory: int | None = None,
+) -> dict[str, Any]:
     """Build the trainer, then roll out once or train; return its cache, memory peak and times."""
-    watch = Watch()
+    watch, lengths = Watch(), Rows(**rows) if rows else Rows.of(size)
     prepare_process(folder)
-    trainer = build(kind, size, share, steps, folder, eager, watch)
+    if memory is not None:
+        watch.block(memory)
+    trainer = build(kind, size, lengths, share, steps, folder, eager, watch)
     if steps:
         train(trainer, watch)
     else:
-        roll_out(trainer, kind, watch)
+        roll_out(trainer, kind, lengths, watch)
     llm = trainer.session.live_engine.llm if kind == "hybrid" else trainer.vllm_generation.llm
     cache = llm.llm_engine.vllm_config.cache_config
     return {
@@ -264,8 +293,15 @@ def run(kind: str, size: str, share: float | None, steps: int, folder: str, eage
         "peak_bytes": watch.peak,
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "stages": watch.stages,
-        "step_seconds": [log["step_time"] for log in trainer.state.log_history if "step_time" in log],
+        "step_seconds": logged(trainer, "step_time"),
+        "loss_seconds": logged(trainer, "hybrid/step/loss_seconds"),
+        "rollout_seconds": logged(trainer, "hybrid/step/rollout_seconds"),
     }
+
+
+def logged(trainer: Any, name: str) -> list[float]:
+    """Return a metric's value of each step; of TRL's trainer, some are not there."""
+    return [log[name] for log in trainer.state.log_history if name in log]
 
 
 def main(arguments: str) -> int:

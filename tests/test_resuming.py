@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from accelerate import Accelerator
 from trlx_hybrid import GRPOTrainer
 from trlx_hybrid.config import RESUME_VARIABLE
 from trlx_hybrid.trl.checkpoint.checkpoints import checkpoint_to_resume, newest_checkpoint
@@ -109,3 +110,40 @@ def test_what_the_script_says_itself_counts(run, tmp_path, monkeypatch, capsys):
     again = run(GRPOTrainer, resume=False, **settings)
     assert "started again" not in capsys.readouterr().err
     assert again.recorder.completions == first.recorder.completions
+
+
+@pytest.mark.parametrize("rows", [4, 1])
+def test_a_loss_without_memory_names_the_rows_what_fits_and_the_checkpoint(run, tmp_path, monkeypatch, rows):
+    whole = {"save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path / "ended"), "max_steps": 3}
+    whole |= {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 4 // rows, "num_generations": 4}
+    done, backward = [], Accelerator.backward
+
+    def exhausting(self, *args, **kwargs):
+        done.append(1)
+        if len(done) > 8 // rows:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return backward(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Accelerator, "backward", exhausting)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            run(GRPOTrainer, **whole)
+    note = next(note for note in caught.value.__notes__ if note.startswith("It was the loss of"))
+    assert f"of {rows} rows with " in note
+    assert "in step 3." in note
+    few = "per_device_train_batch_size=1, gradient_accumulation_steps=4." if rows > 1 else "max_completion_length below"
+    assert few in note
+    assert f"The last checkpoint is {tmp_path / 'ended' / 'checkpoint-2'}: train(resume" in note
+    resumed = run(GRPOTrainer, **whole, train=False)
+    resumed.trainer.train(resume_from_checkpoint=True)
+    uninterrupted = run(GRPOTrainer, **whole | {"output_dir": str(tmp_path / "at once")}).weights()
+    assert all(torch.equal(weight, uninterrupted[name]) for name, weight in resumed.weights().items())
+
+
+def test_a_rollout_without_memory_names_no_rows_of_a_loss(run):
+    def exhausting(completions, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        run(GRPOTrainer, reward_funcs=exhausting)
+    assert not any("the loss of" in note for note in caught.value.__notes__)

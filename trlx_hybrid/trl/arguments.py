@@ -258,6 +258,21 @@ def refuse_reserved(generation_kwargs: dict[str, Any] | None) -> None:
         raise ConfigError(f"generation_kwargs has {name!r}, which the trainer decides by itself. Leave it out.")
 
 
+def refuse_checkpointing(checkpointing_kwargs: dict[str, Any] | None) -> None:
+    """Refuse `gradient_checkpointing_kwargs` with `offload` or `every_n_layers`, which transformers' Trainer takes: TRL
+    switches gradient checkpointing off in each rollout, and passes on neither when it switches it on again.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    for name in sorted({"offload", "every_n_layers"} & (checkpointing_kwargs or {}).keys()):
+        raise ConfigError(
+            f"gradient_checkpointing_kwargs has {name!r}, which TRL loses after the first rollout. Leave it out: "
+            "scoring='packed', the default with an engine, recomputes the layers that memory asks for, and keeps their "
+            "inputs in host memory where it must."
+        )
+
+
 def check_skipped(args: Any) -> None:
     """Run the checks of TRL's `__init__` that TRL skips because this package sets `use_vllm` to False there.
 

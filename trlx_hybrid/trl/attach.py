@@ -34,6 +34,7 @@ from ..session import Session
 from .arguments import (
     check_skipped,
     environment_arguments,
+    refuse_checkpointing,
     refuse_empty,
     refuse_penalties,
     refuse_reserved,
@@ -155,6 +156,7 @@ def _refuse(trainer: StockTrainer, given: Mapping[str, Any]) -> None:
     args, dataset, custom = given.get("args"), given.get("train_dataset"), given.get("rollout_func")
     refuse_empty(dataset)
     refuse_reserved(getattr(args, "generation_kwargs", None))
+    refuse_checkpointing(getattr(args, "gradient_checkpointing_kwargs", None))
     if args is not None and trainer._base_name in SCORING:
         score_as_sampled(args)
         refuse_penalties(sampling_of(args, trainer._base_name), args)

@@ -47,6 +47,7 @@ class Window:
         joined: the forward pass that several micro-batches share, until all of them have taken their scores; else None.
         to_measure: a micro-batch whose first row is to be scored once more alone, which shows how far log-probs depend
             on the other rows; done once no shared forward pass is open. None where nothing is to be measured.
+        rows: the micro-batch whose loss was begun last; None where its training step has not begun it.
     """
 
     step: int = -1
@@ -54,6 +55,7 @@ class Window:
     joins: int = 0
     joined: JoinedPass | None = None
     to_measure: dict[str, Any] | None = None
+    rows: dict[str, Any] | None = None
 
     @property
     def place(self) -> tuple[int, int]:

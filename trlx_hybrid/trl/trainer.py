@@ -236,13 +236,13 @@ class HybridTrainer(Base):
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run TRL's training step on one micro-batch and, after the last of several micro-batches that share a forward
-        pass, their backward pass. An out-of-memory error names how much memory each owner held."""
+        pass, their backward pass. An out-of-memory error names the rows, and how much memory each owner held."""
         run, session = self._running, self.session
         if run.window.step != self.state.global_step:
             run.window = Window(self.state.global_step)
         run.terms_added = False
         timed = nullcontext() if run.step_metrics is None else run.step_metrics.micro_batch()
-        with session.memory.reporting():
+        with session.memory.reporting(), loss.naming_rows(self, run):
             if session.config.rollout_only:
                 with timed:
                     result = self._only_sampled(model, inputs)
@@ -490,7 +490,7 @@ class HybridTrainer(Base):
         run = self._run
         if run is None:
             return super()._compute_loss(model, inputs, *others)
-        run.micro_batch = micro_batch = MicroBatch(inputs)
+        run.window.rows, run.micro_batch = inputs, (micro_batch := MicroBatch(inputs))
         try:
             found = super()._compute_loss(model, inputs, *others)
             loss.log_as_drawn(self, run, micro_batch, functools.partial(super()._compute_loss, model))

@@ -16,8 +16,8 @@ from trl import RLOOConfig
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.testing.processes import rank_reports
 from trlx_hybrid.trl.scoring.loss import in_training
+from trlx_hybrid_training.layer_memory import SHARE, WORKSPACE
 from trlx_hybrid_training.options import PackedOptions
-from trlx_hybrid_training.recomputation import SHARE, WORKSPACE
 from trlx_hybrid_training.scoring import Packed
 
 from tests.support.fsdp import FSDP2

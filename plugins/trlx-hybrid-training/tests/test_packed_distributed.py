@@ -30,6 +30,17 @@ def test_sharded_ranks_recompute_as_many_layers_as_the_one_with_the_least_memory
     held_equal(*reports[0])
 
 
+@pytest.mark.parametrize("options", [["fsdp"], ["fsdp", "lora"], []], ids=["FSDP2", "FSDP2 and adapters", "DDP"])
+def test_tiles_and_host_memory_change_nothing_in_two_processes(tmp_path, options):
+    """Gradients are reduced once, and sharded weights are there when tiles are computed again."""
+    environment = FSDP2 if "fsdp" in options else {"ACCELERATE_USE_CPU": "true"}
+    reports = rank_reports(SCRIPT, tmp_path, "long", *options, count=2, environment=environment)
+    for padded, packed in reports:
+        assert packed["in_host_memory"] > padded["in_host_memory"] == 0
+        assert packed["sharded"] == ("fsdp" in options)
+    held_equal(*reports[0])
+
+
 @pytest.mark.parametrize("options", [["fsdp"], []], ids=["FSDP2", "DDP"])
 def test_lora_layers_that_drop_are_pefts_in_two_processes(tmp_path, options):
     environment = FSDP2 if "fsdp" in options else {"ACCELERATE_USE_CPU": "true"}

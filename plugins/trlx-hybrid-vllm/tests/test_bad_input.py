@@ -77,6 +77,12 @@ def test_what_each_request_is_asked_for_is_the_trainers(run, name):
         train(run, generation_kwargs={name: 3})
 
 
+@pytest.mark.parametrize("name", ["offload", "every_n_layers"])
+def test_checkpointing_that_trl_loses_after_a_rollout_is_refused_and_ours_named(run, name):
+    with pytest.raises(ConfigError, match=f"gradient_checkpointing_kwargs has '{name}'.*keeps their inputs in host"):
+        train(run, gradient_checkpointing_kwargs={name: 2})
+
+
 @pytest.mark.parametrize(
     "setting",
     [

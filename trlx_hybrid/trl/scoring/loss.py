@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ...errors import ComponentError
+from ...plugins.registry import BUILTIN
+from ..checkpoint.checkpoints import newest_checkpoint
 from ..metrics.step_metrics import in_step_time
 from ..refusals import LOSS, REGROUPED, SCORER, Facts, overriding
 from ..state import MicroBatch
@@ -127,6 +130,40 @@ def end_micro_batch(trainer: StockTrainer, run: RunState) -> None:
         window.to_measure = None
         with _in_loss_time(trainer, run):
             agreement.measure(trainer, run, measured)
+
+
+@contextmanager
+def naming_rows(trainer: StockTrainer, run: RunState) -> Iterator[None]:
+    """Return a context for a training step in which an out-of-memory error of a loss, or of its backward pass, gets a
+    note on the rows that were computed, and on settings with which they take less memory."""
+    run.window.rows = None
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        if run.window.rows is not None:
+            error.add_note(_rows_told(trainer, run, run.window.rows))
+        raise
+
+
+def _rows_told(trainer: StockTrainer, run: RunState, rows: dict[str, Any]) -> str:
+    args, lengths = trainer.args, rows["prompt_mask"].sum(1) + rows["completion_mask"].sum(1)
+    told = [
+        f"It was the loss of {len(lengths)} rows with {int(lengths.sum())} tokens, of which the longest row has "
+        f"{int(lengths.max())}, in step {trainer.state.global_step + 1}."
+    ]
+    if len(lengths) > 1:
+        steps = args.gradient_accumulation_steps * len(lengths)
+        told.append(f"Fewer rows at once: per_device_train_batch_size=1, gradient_accumulation_steps={steps}.")
+    if not args.gradient_checkpointing:
+        told.append("Layers that are recomputed keep less: gradient_checkpointing=True.")
+    elif run.session.selection.scoring.component.plugin == BUILTIN:
+        told.append('Rows without padding, layers in tiles, and inputs in host memory: HybridConfig(scoring="packed").')
+    if len(lengths) == 1:
+        told.append(f"Shorter rows: max_completion_length below {args.max_completion_length}.")
+    last = newest_checkpoint(Path(args.output_dir))
+    if last is not None:
+        told.append(f"The last checkpoint is {last}: train(resume_from_checkpoint=True) goes on from it.")
+    return " ".join(told)
 
 
 @contextmanager

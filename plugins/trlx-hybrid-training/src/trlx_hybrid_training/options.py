@@ -35,6 +35,10 @@ class PackedOptions:
             brings their token count below nine tenths; likewise parts of prompts that rows have in common.
         adaptive_checkpointing: where the trainer's `gradient_checkpointing` is on, recompute only as many layers as
             memory requires, see `trlx_hybrid_training.recomputation`.
+        tiles: with `adaptive_checkpointing`, and where memory does not hold one layer's activations beside all layers'
+            inputs: compute norms and MLPs in tiles of the sequence, see `trlx_hybrid_training.tiles`.
+        activation_offloading: with `adaptive_checkpointing`, and where memory does not hold the inputs of all layers:
+            keep inputs in host memory, see `trlx_hybrid_training.host_inputs`.
         joined: with `adaptive_checkpointing`, and where rows are packed: compute several micro-batches of an optimizer
             step in one forward and one backward pass, as many as memory holds without recomputing a layer. TRL's losses
             and metrics stay those of single micro-batches. None: where `adaptive_checkpointing`
@@ -51,6 +55,8 @@ class PackedOptions:
     balanced: bool = True
     shared_prompts: bool = True
     adaptive_checkpointing: bool = True
+    tiles: bool = True
+    activation_offloading: bool = True
     joined: bool | None = None
     lora_layers: bool = True
     cuda_graphs: bool = True
@@ -63,5 +69,7 @@ class PackedOptions:
             )
 
 
-BEFORE = {"adaptive_checkpointing": False, "joined": False, "lora_layers": False, "cuda_graphs": False}
-"""Options of `scoring="packed"` that were off unless asked for, before they became the default."""
+BEFORE = dict.fromkeys(
+    ("adaptive_checkpointing", "tiles", "activation_offloading", "joined", "lora_layers", "cuda_graphs"), False
+)
+"""Options of `scoring="packed"` that were off unless asked for, or not there, before they became the default."""

@@ -6,6 +6,9 @@ not a layer is recomputed (Chen et al., 2016, "Training Deep Nets with Sublinear
 recomputed layers is chosen anew for each micro-batch. It depends on the micro-batch's number of tokens, on the bytes
 per token that a layer was seen to keep, and on the memory that is free when the loss begins.
 
+Rows so long that not one layer fits beside the inputs of all are computed in tiles, and inputs that do not fit are kept
+in host memory: see `layer_memory`, which plans this, `tiles` and `host_inputs`.
+
 Each layer of transformers reads its own `gradient_checkpointing` when it is called (`GradientCheckpointingLayer`).
 """
 
@@ -13,10 +16,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -26,23 +31,16 @@ from trlx_hybrid.policy.policy import modules_of
 from trlx_hybrid.policy.precision import autocast_dtype
 from trlx_hybrid.policy.sharded import is_sharded
 
+from .host_inputs import HostInputs
+from .layer_memory import SHARE, LayerBytes, LayerPlan, Layers, Memory, bytes_by_width, plan
+from .tiles import tileable, tiled
+
 if TYPE_CHECKING:
     from trlx_hybrid.contract.protocols import Run
 
+    from .options import PackedOptions
+
 logger = logging.getLogger(__name__)
-
-SHARE = 0.9
-"""The share of the free memory that activations may be planned to take: the allocator's blocks do not fit exactly."""
-
-WORKSPACE = 1 << 30
-"""Bytes of the device that no layer's activations may take: they are kept free for what is not counted separately,
-above all chunks of float32 logits."""
-
-IN_BACKWARD = 3
-"""The peak memory of one layer's backward pass, in multiples of the bytes that a layer keeps for it.
-
-It counts the layer's own activations, recomputed, and their gradients, beside what other layers keep.
-"""
 
 COPIED = 4
 """The number of copied tokens that count as one computed token, when memory is estimated. Copied tokens are tokens of
@@ -50,22 +48,6 @@ shared prompts whose keys and values are copied, while nothing else is computed 
 
 A layer keeps more than this many times as much for a computed token as for a copied token.
 """
-
-
-def keepable(free: int, others: int, layer: int, layers: int) -> int:
-    """Return how many layers' activations fit into memory, so that these layers need not be recomputed.
-
-    Args:
-        free: bytes of the device that nobody uses.
-        others: how many of these bytes something other than activations will take.
-        layer: bytes that one layer keeps for its backward pass.
-        layers: how many layers there are.
-
-    Returns:
-        From 0 to `layers`.
-    """
-    left = int(free * SHARE) - WORKSPACE - others - IN_BACKWARD * layer
-    return max(0, min(layers, left // max(layer, 1)))
 
 
 def layers_of(model: nn.Module) -> list[GradientCheckpointingLayer]:
@@ -77,61 +59,28 @@ def layers_of(model: nn.Module) -> list[GradientCheckpointingLayer]:
     return [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
 
 
-class LayerBytes:
-    """A record of how many bytes a layer kept for its backward pass, by the number of tokens in the forward pass.
-
-    Its truth value (`bool`) is True once it has an entry.
-
-    Attributes:
-        seen: the bytes, by the number of tokens.
-    """
-
-    def __init__(self) -> None:
-        self.seen: dict[int, int] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self.seen)
-
-    def add(self, tokens: int, bytes_: int) -> None:
-        """Record how many bytes a layer kept in a forward pass. This replaces the records of forward passes with as
-        many or slightly fewer tokens.
-
-        Args:
-            tokens: the number of tokens in the forward pass.
-            bytes_: the bytes that the layer kept for its backward pass.
-        """
-        size = tokens.bit_length()
-        self.seen = {n: b for n, b in self.seen.items() if n.bit_length() != size or n > tokens} | {tokens: bytes_}
-
-    def expected(self, tokens: int) -> int | None:
-        """Return how many bytes a layer keeps at most in a forward pass, or None if nothing is recorded yet.
-
-        The bound is the lowest that the records give: what a larger pass kept, or what a smaller one kept in proportion
-        to its tokens. It is never too low, because a part of the bytes (weights cast under autocast) does not grow with
-        the tokens.
-
-        Args:
-            tokens: the number of tokens in the forward pass.
-        """
-        return min((b if n >= tokens else -(-b * tokens // n) for n, b in self.seen.items()), default=None)
-
-
 class Recomputation:
     """Decides for each micro-batch how many layers of the policy are recomputed in the backward pass (gradient
-    checkpointing): as few as the free device memory allows.
+    checkpointing), as few as the free device memory allows; and where memory does not hold one layer, which layers are
+    computed in tiles and keep their input in host memory.
 
     Args:
         session: the run.
+        options: the user's options.
 
     Attributes:
-        layer_bytes: the bytes that a layer was seen to keep.
+        whole_bytes, tiled_bytes: the bytes that a layer was seen to keep, computed whole and in tiles.
         recomputed: how many layers were recomputed for the last loss; None before the first.
+        host: the inputs in host memory.
     """
 
-    def __init__(self, session: Run) -> None:
-        self._session, self.layer_bytes = session, LayerBytes()
+    def __init__(self, session: Run, options: PackedOptions) -> None:
+        self._session, self._options = session, options
+        self.whole_bytes, self.tiled_bytes = LayerBytes(), LayerBytes()
         self.recomputed: int | None = None
         self._sharded = any(is_sharded(p) for p in session.policy.module.parameters())
+        self.host = HostInputs(session.policy.device)
+        self._said = LayerPlan(kept=0)
 
     def idle(self) -> str | None:
         """Return why there is no choice of layers in this run (gradient checkpointing is off, or is not transformers'
@@ -142,9 +91,17 @@ class Recomputation:
             return "gradient checkpointing is not transformers' own here, and stays as it is"
         return None
 
+    def note(self) -> str:
+        """Return what is printed of the choice of layers when a run starts."""
+        further = ["in tiles"] * self._options.tiles + [
+            "with inputs in host memory"
+        ] * self._options.activation_offloading
+        then = f", and then computed {' and '.join(further)}" if further else ""
+        return f"layers are recomputed as far as memory asks for it{then}"
+
     @contextmanager
     def chosen(self, tokens: int, copied: int = 0) -> Iterator[None]:
-        """Switch gradient checkpointing off for as many layers as memory holds, during one forward pass of the loss.
+        """Let as few layers be recomputed as memory allows, during one forward pass of the loss and its backward pass.
 
         Collective where the policy is sharded: a layer that is recomputed is gathered once more, so all ranks must
         recompute the same layers.
@@ -161,23 +118,81 @@ class Recomputation:
         if not layers or not torch.is_grad_enabled() or not layers[-1].training:
             yield
             return
-        kept = self._keepable(tokens + copied // COPIED, len(layers))
-        if self.recomputed is None and self._session.ranks.rank == 0:
+        plan = self._plan(tokens + copied // COPIED, layers)
+        if self.recomputed is None and plan.kept == 1 and self._session.ranks.rank == 0:
             logger.info("The first loss recomputes all layers but one, whose activations are counted.")
-        self.recomputed = len(layers) - kept
-        for layer in layers[self.recomputed :]:
-            layer.gradient_checkpointing = False
-        try:
-            if kept:
+        self._say(plan, tokens, len(layers))
+        self.recomputed = len(layers) - plan.kept
+        record = self.tiled_bytes if plan.tiled else self.whole_bytes
+        with self._following(plan, layers):
+            if plan.kept:
                 with _counting(layers[-1]) as storages:
                     yield
                 if storages:  # a layer that was not called tells nothing
-                    self.layer_bytes.add(tokens, sum(storages.values()))
+                    record.add(tokens, sum(storages.values()))
             else:
                 yield
-        finally:
-            for layer in layers:  # TRL reads these flags, and switches all of them off and on around a rollout
-                layer.gradient_checkpointing = True
+
+    @contextmanager
+    def _following(self, plan: LayerPlan, layers: Sequence[GradientCheckpointingLayer]) -> Iterator[None]:
+        """Return a context in which layers do what a plan says in their forward pass, and later in the backward pass of
+        it."""
+        first, last = layers[: len(layers) - plan.kept], layers[len(layers) - plan.kept :]
+        stock = [layer._gradient_checkpointing_func for layer in first]
+        with ExitStack() as tiles:
+            for layer in last:
+                layer.gradient_checkpointing = False
+                if plan.tiled:
+                    tiles.enter_context(tiled(tileable(layer)))
+            for number, layer in enumerate(first):
+                modules, to_host = tileable(layer) if plan.tiled else [], number < plan.offloaded
+                if modules or to_host:
+                    layer._gradient_checkpointing_func = functools.partial(
+                        self._checkpointed, stock[number], modules, to_host
+                    )
+            try:
+                yield
+            finally:
+                for layer in layers:  # TRL reads these flags, and switches all of them off and on around a rollout
+                    layer.gradient_checkpointing = True
+                for layer, checkpoint in zip(first, stock, strict=True):
+                    layer._gradient_checkpointing_func = checkpoint
+                self.host.settle()
+
+    def _checkpointed(
+        self,
+        checkpoint: Callable[..., Any],
+        modules: Sequence[nn.Module],
+        to_host: bool,
+        function: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Call a layer so that it is recomputed in the backward pass.
+
+        Args:
+            checkpoint: what transformers calls for it, a partial of `torch.utils.checkpoint.checkpoint`.
+            modules: modules of the layer that are computed in tiles, both times.
+            to_host: whether the layer's input is kept in host memory.
+            function: the layer's call; its first argument is its input.
+        """
+        if modules:
+            function = functools.partial(_in_tiles, modules, function)
+        if to_host:
+            return self.host.keeping(checkpoint, function, *args, **kwargs)
+        return checkpoint(function, *args, **kwargs)
+
+    def _say(self, plan: LayerPlan, tokens: int, layers: int) -> None:
+        """Log how layers are computed in tiles or keep inputs in host memory, where more do than before."""
+        if (plan.tiled, plan.offloaded) <= (self._said.tiled, self._said.offloaded):
+            return
+        self._said = plan
+        if self._session.ranks.rank == 0:
+            logger.warning(
+                "A forward pass of %d tokens does not fit as it is: %d of %d layers are recomputed%s, and %d of their "
+                "inputs are kept in host memory.",
+                *(tokens, layers - plan.kept, layers, ", all in tiles" if plan.tiled else "", plan.offloaded),
+            )
 
     def joined(self, tokens: Sequence[int]) -> int:
         """Return how many of the next micro-batches one forward and backward pass can compute without recomputing a
@@ -189,39 +204,62 @@ class Recomputation:
             tokens: the number of tokens of each of these micro-batches.
         """
         layers = self._layers()
-        counts = range(len(tokens), 1, -1) if layers and self.layer_bytes else ()
-        memory = self._memory() if counts else (0, 0)
-        count = next((n for n in counts if self._fitting(sum(tokens[:n]), len(layers), memory) == len(layers)), 1)
+        counts = range(len(tokens), 1, -1) if layers and self.whole_bytes else ()
+        memory = self._memory() if counts else Memory(free=0, others=0)
+
+        def fits(number: int) -> bool:
+            sizes = self._sizes(sum(tokens[:number]), layers)
+            return sizes.kept_in(memory, sizes.whole) == len(layers)
+
+        count = next((number for number in counts if fits(number)), 1)
         ranks = self._session.ranks
         return min(ranks.gather(count)) if ranks.world > 1 else count
+
+    def close(self) -> None:
+        """Free the host memory of inputs."""
+        self.host.close()
 
     def _layers(self) -> list[GradientCheckpointingLayer]:
         """Return the layers for which gradient checkpointing is on, in model order."""
         return [layer for layer in layers_of(self._session.policy.base) if layer.gradient_checkpointing]
 
-    def _keepable(self, tokens: int, layers: int) -> int:
-        kept = self._fitting(tokens, layers, self._memory()) if self.layer_bytes else 1
-        return min(self._session.ranks.gather(kept)) if self._sharded else kept
+    def _plan(self, tokens: int, layers: Sequence[GradientCheckpointingLayer]) -> LayerPlan:
+        """Return what the layers are to do in a forward pass of so many tokens. Collective where the policy is
+        sharded."""
+        sizes = self._sizes(tokens, layers)
+        found = plan(self._memory(), sizes, self._options.activation_offloading)
+        if not self.whole_bytes and not found.tiled and not found.offloaded:
+            found = LayerPlan(kept=1)  # which is counted
+        if found.offloaded:
+            room = self.host.bytes + int(psutil.virtual_memory().available * SHARE)
+            found = replace(found, offloaded=min(found.offloaded, room // max(sizes.inputs, 1)))
+        return replace(found, kept=min(self._session.ranks.gather(found.kept))) if self._sharded else found
 
-    def _fitting(self, tokens: int, layers: int, memory: tuple[int, int]) -> int:
-        """Return how many layers' activations this rank's memory can hold in one forward pass.
+    def _sizes(self, tokens: int, layers: Sequence[GradientCheckpointingLayer]) -> Layers:
+        """Return the bytes that layers keep in a forward pass of so many tokens: as counted, else as their linear
+        modules tell."""
+        policy, last = self._session.policy, layers[-1]
+        columns = int(policy.base.config.get_text_config().hidden_size)
+        itemsize = policy.dtype.itemsize
+        whole = self.whole_bytes.expected(tokens)
+        modules = tileable(last) if self._options.tiles else []
+        tiles = self.tiled_bytes.expected(tokens) if modules else None
+        if modules and tiles is None:
+            tiles = bytes_by_width(last, itemsize, modules) * tokens
+        return Layers(
+            count=len(layers),
+            inputs=columns * itemsize * tokens,
+            whole=bytes_by_width(last, itemsize) * tokens if whole is None else whole,
+            tiled=tiles,
+        )
 
-        Args:
-            tokens: the number of tokens of the forward pass.
-            layers: how many layers there are.
-            memory: bytes of the device that are free, and how many of these something other than activations will take.
-        """
-        layer, (free, others) = self.layer_bytes.expected(tokens), memory
-        assert layer is not None
-        return keepable(free, others + layers * tokens * self._input, layer, layers)
-
-    def _memory(self) -> tuple[int, int]:
+    def _memory(self) -> Memory:
         """Return how many bytes of the device are free, and how many of these will be needed for something other than
         activations.
 
         It looks at every parameter, so it is called only once per forward pass.
         """
-        return self._session.free_bytes(), self._casts + self._head + self._gradients()
+        return Memory(free=self._session.free_bytes(), others=self._casts + self._head + self._gradients())
 
     def _gradients(self) -> int:
         """Return the bytes of the gradients that the backward pass will allocate.
@@ -253,11 +291,10 @@ class Recomputation:
         each = (4 if weight.requires_grad else 0) + (weight.itemsize if is_sharded(weight) else 0)
         return int(weight.numel()) * each
 
-    @functools.cached_property
-    def _input(self) -> int:
-        """The bytes per token that a layer keeps if it is recomputed, which are the bytes of its input."""
-        policy = self._session.policy
-        return int(policy.base.config.get_text_config().hidden_size) * policy.dtype.itemsize
+
+def _in_tiles(modules: Sequence[nn.Module], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with tiled(modules):
+        return function(*args, **kwargs)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from trlx_hybrid.weights.verify import beyond_rounding
 
 from . import attention
 from .layer_graphs import LayerGraphs
+from .layer_memory import LayerBytes
 from .micro_batches import WORTH, RowLengths, equal_tokens, fewest_tokens
 from .options import TrainingOptions
 from .packing import IGNORED, Pack, attention_name, refused, takes_prefixes, windows_of
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 BEYOND = 16
 """The number of tokens by which a row exceeds the model's sliding windows where these are compared."""
+LONGEST = 8192
+"""The largest number of tokens of a row that are compared."""
 WORTH_GRAPHS = 0.5
 """The limit for sharing parts of prompts where CUDA graphs compute the layers, which they do not of rows that share
 so."""
@@ -77,7 +80,8 @@ class Packed(Scoring):
         if self.padded_because is None:
             attention.register()
         compiled = getattr(session.args, "torch_compile", False)  # it would recompile each layer that changes
-        self.recomputation = Recomputation(session) if options.adaptive_checkpointing and not compiled else None
+        chooses = options.adaptive_checkpointing and not compiled
+        self.recomputation = Recomputation(session, options) if chooses else None
         packed = self.padded_because is None
         self._graphs = LayerGraphs(session) if options.cuda_graphs and packed else None
         self._joins = options.joined is not False and packed and self.recomputation is not None
@@ -103,7 +107,7 @@ class Packed(Scoring):
         if self.recomputation is None:
             return said
         idle = self.recomputation.idle()
-        said = f"{said}; {idle or 'layers are recomputed as far as memory asks for it'}"
+        said = f"{said}; {idle or self.recomputation.note()}"
         joins = self._joins and idle is None and self.padded_because is None
         return f"{said}; micro-batches share a pass as far as memory allows" if joins else said
 
@@ -142,14 +146,14 @@ class Packed(Scoring):
         keeps for the backward pass, by the number of tokens, the sizes of CUDA graphs, and what comparisons have found
         of packed rows, LoRA layers and shared passes: against them (`padded_because`, `as_in_peft`, `apart`), and for
         them (`alike`)."""
-        seen = {} if self.recomputation is None else self.recomputation.layer_bytes.seen
+        bytes_ = {name: record.seen for name, record in self._records().items()}
         graphs = [] if self._graphs is None else self._graphs.state()
         compared = self._trusted or id(self._session.policy.base) in self._compared
         as_in_peft, layers = self._layers()
         apart = compared and self._joins and not self.joins
         against = {"padded_because": self.padded_because, "as_in_peft": as_in_peft, "apart": apart}
         alike = {"on": self._platform(), "rows": compared, "layers": layers}
-        return {"joins": self.joins, "layer_bytes": seen, "graphs": graphs, **against, "alike": alike}
+        return {"joins": self.joins, **bytes_, "graphs": graphs, **against, "alike": alike}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore the data that `state` returned. Nothing is compared again that the run had found alike, since
@@ -170,11 +174,16 @@ class Packed(Scoring):
         self._joins = self._joins and not state.get("apart") and self.padded_because is None
         joins = int(state.get("joins", 0))
         self.joins = (max(joins, 1) if self._trusted else min(joins, 1)) if self._joins else 0
-        if self.recomputation is not None:
-            for tokens, bytes_ in state.get("layer_bytes", {}).items():
-                self.recomputation.layer_bytes.add(int(tokens), bytes_)
+        for name, record in self._records().items():
+            for tokens, bytes_ in state.get(name, {}).items():
+                record.add(int(tokens), bytes_)
         if self._graphs is not None:
             self._graphs.load_state(state.get("graphs", ()))
+
+    def _records(self) -> dict[str, LayerBytes]:
+        """Return the records of what layers keep, by their name in a checkpoint."""
+        chooses = self.recomputation
+        return {} if chooses is None else {"layer_bytes": chooses.whole_bytes, "tiled_bytes": chooses.tiled_bytes}
 
     def _platform(self) -> dict[str, str | None]:
         """Return the versions, the device and the attention with which comparisons were made."""
@@ -312,12 +321,15 @@ class Packed(Scoring):
         cannot pack its rows, these rows stay padded, and the next rows are compared.
 
         Each row is packed twice, so that it has a neighbour, and so that a shared prompt is compared, too, where
-        prompts may be shared.
+        prompts may be shared. Of long rows, the tokens around the beginning of the completion are compared: whole rows,
+        padded, would take more memory than the run itself.
 
         Args:
             rows: the first rows that are scored with the model.
         """
         session, reason, gap = self._session, None, torch.zeros(0)
+        long = session.ranks.any(rows.input_ids.shape[1] > LONGEST)
+        rows = cut(rows, LONGEST) if long else rows
         ids, mask = (t.repeat_interleave(2, dim=0) for t in (rows.input_ids, rows.attention_mask))
         given = replace(rows, input_ids=ids, attention_mask=mask, at_once=2 * rows.at_once, router_loss=False)
         if rows.experts is not None:
@@ -329,7 +341,7 @@ class Packed(Scoring):
             return
         assert packs is not None
         with evaluating(rows.model), preserved_generators():
-            padded = rows.padded().log_probs
+            padded = _alone(rows) if long else rows.padded().log_probs
             try:
                 packed = self._score_packs(given, packs, windows=True)
             except (NotImplementedError, TypeError, ValueError) as error:
@@ -351,7 +363,8 @@ class Packed(Scoring):
             if rows.model is session.policy.base:
                 self.joins = int(self._joins)
             if session.ranks.rank == 0 and gap.numel():
-                logger.info("Packed rows differ from padded ones by %.3g nats at most.", float(gap.max()))
+                told = f" on up to {LONGEST} tokens of each" if long else ""
+                logger.info("Packed rows differ from padded ones by %.3g nats at most%s.", float(gap.max()), told)
 
     def _beyond_window(self, rows: Rows) -> Tensor:
         """Return how far log-probs of a packed row that is longer than the model's sliding windows are from those of
@@ -386,3 +399,43 @@ class Packed(Scoring):
         self._chosen.clear()
         if self._graphs is not None:
             self._graphs.close()
+        if self.recomputation is not None:
+            self.recomputation.close()
+
+
+def cut(rows: Rows, columns: int) -> Rows:
+    """Return rows of at most so many tokens: those around the beginning of the completion. `padded` of the result still
+    scores the whole rows.
+
+    Args:
+        columns: the largest width of the result.
+    """
+    width = rows.input_ids.shape[1]
+    first = width - rows.completion_length
+    completion = min(rows.completion_length, columns // 2)
+    some = slice(max(0, first + completion - columns), first + completion)
+    return replace(
+        rows,
+        input_ids=rows.input_ids[:, some],
+        attention_mask=rows.attention_mask[:, some],
+        completion_length=completion,
+        experts=None if rows.experts is None else rows.experts[:, some],
+        support=None if rows.support is None else replace(rows.support, bounds=rows.support.bounds[:, some]),
+    )
+
+
+def _alone(rows: Rows) -> Tensor:
+    """Return the log-probs of rows that are computed one by one, without padding and as the model computes any text:
+    (B, C)."""
+    found = []
+    for number in range(len(rows.input_ids)):
+        one = slice(number, number + 1)
+        pack = Pack.of(rows.input_ids[one], rows.attention_mask[one], rows.completion_length)
+        assert pack is not None
+        inputs: dict[str, Any] = {"input_ids": pack.input_ids, "position_ids": pack.position_ids}
+        if rows.experts is not None:
+            inputs["experts"] = rows.experts[one].flatten(0, 1)[pack.places][None]
+        if rows.support is not None:
+            inputs["support"] = replace(rows.support, bounds=rows.support.bounds[one]).at(pack.places)
+        found.append(pack.rows(rows.forward(pack.labels, **inputs).log_probs))
+    return torch.cat(found)

@@ -1,0 +1,170 @@
+"""The plan of what a policy's layers keep for the backward pass, and where. It moves nothing itself.
+
+A layer that is recomputed keeps its input alone: `tokens × hidden size` numbers. For one row of 128k tokens of an 8B
+model that is 1 GiB a layer, 36 GiB in all; and one layer, while it is recomputed, takes some 30 GiB. So layers of long
+rows compute norms and MLP in tiles (`tiles`), and inputs that do not fit wait in host memory (`host_inputs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+SHARE = 0.9
+"""The share of the free memory that activations may be planned to take: the allocator's blocks do not fit exactly."""
+
+WORKSPACE = 1 << 30
+"""Bytes of the device that no layer's activations may take: they are kept free for what is not counted separately,
+above all chunks of float32 logits."""
+
+IN_BACKWARD = 3
+"""The peak memory of one layer's backward pass, in multiples of the bytes that a layer keeps for it.
+
+It counts the layer's own activations, recomputed, and their gradients, beside what other layers keep.
+"""
+
+UNDER_WAY = 3
+"""The number of inputs in host memory that also take device memory at one time: one in use, and those that are being
+copied."""
+
+BY_COLUMN = 3
+"""The most values that a layer was seen to keep for a token, as a multiple of the number of input and output columns of
+its linear modules: 2.9 in Gemma 3, which has six norms, in bf16 with adapters in float32. It serves until a layer of
+the run has been counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """The memory that a plan has to fit into, in bytes of the device.
+
+    Attributes:
+        free: bytes that nobody uses.
+        others: how many of these something other than activations will take.
+    """
+
+    free: int
+    others: int
+
+    @property
+    def budget(self) -> int:
+        """The bytes that activations may take."""
+        return int(self.free * SHARE) - WORKSPACE - self.others
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layers:
+    """The layers of one forward pass, and the bytes that each keeps for the backward pass.
+
+    Attributes:
+        count: how many there are.
+        inputs: bytes of a layer's input.
+        whole: bytes that a layer keeps if it is not recomputed.
+        tiled: bytes that it keeps if its norms and its MLP are computed in tiles; None where they may not be.
+    """
+
+    count: int
+    inputs: int
+    whole: int
+    tiled: int | None = None
+
+    def kept_in(self, memory: Memory, each: int) -> int:
+        """Return how many layers' activations fit into memory beside the inputs of all, so that these layers need not
+        be recomputed.
+
+        Args:
+            each: bytes that a layer keeps, `whole` or `tiled`.
+        """
+        left = memory.budget - self.count * self.inputs - IN_BACKWARD * each
+        return max(0, min(self.count, left // max(each, 1)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPlan:
+    """The tasks of the layers of one forward pass. The first layers are recomputed, and the first of these keep their input
+    in host memory: the activations of the last layers are freed before the backward pass reaches the first.
+
+    Attributes:
+        kept: how many of the last layers are not recomputed.
+        tiled: whether all layers compute norms and MLP in tiles.
+        offloaded: how many of the first layers keep their input in host memory.
+    """
+
+    kept: int
+    tiled: bool = False
+    offloaded: int = 0
+
+
+def plan(memory: Memory, layers: Layers, to_host: bool) -> LayerPlan:
+    """Return what the layers of a forward pass are to do. They keep as much as memory holds; where it does not even
+    hold one layer beside the inputs of all, they compute in tiles; and where it does not hold this either, inputs are
+    kept in host memory.
+
+    Args:
+        to_host: whether inputs may be kept in host memory.
+    """
+    kept, each = layers.kept_in(memory, layers.whole), layers.whole
+    left = memory.budget - layers.count * layers.inputs
+    if kept or left >= IN_BACKWARD * each:
+        return LayerPlan(kept=kept)
+    tiled = layers.tiled is not None
+    if layers.tiled is not None:
+        kept, each = layers.kept_in(memory, layers.tiled), layers.tiled
+    if kept or left >= IN_BACKWARD * each or not to_host:
+        return LayerPlan(kept=kept, tiled=tiled)
+    room = (memory.budget - IN_BACKWARD * each) // max(layers.inputs, 1) - UNDER_WAY
+    return LayerPlan(kept=0, tiled=tiled, offloaded=layers.count - max(0, min(layers.count, room)))
+
+
+class LayerBytes:
+    """A record of how many bytes a layer kept for its backward pass, by the number of tokens in the forward pass.
+
+    Its truth value (`bool`) is True once it has an entry.
+
+    Attributes:
+        seen: the bytes, by the number of tokens.
+    """
+
+    def __init__(self) -> None:
+        self.seen: dict[int, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.seen)
+
+    def add(self, tokens: int, bytes_: int) -> None:
+        """Record how many bytes a layer kept in a forward pass. This replaces the records of forward passes with as
+        many or slightly fewer tokens.
+
+        Args:
+            tokens: the number of tokens in the forward pass.
+            bytes_: the bytes that the layer kept for its backward pass.
+        """
+        size = tokens.bit_length()
+        self.seen = {n: b for n, b in self.seen.items() if n.bit_length() != size or n > tokens} | {tokens: bytes_}
+
+    def expected(self, tokens: int) -> int | None:
+        """Return how many bytes a layer keeps at most in a forward pass, or None if nothing is recorded yet.
+
+        The bound is the lowest that the records give: what a larger pass kept, or what a smaller one kept in proportion
+        to its tokens. It is never too low, because a part of the bytes (weights cast under autocast) does not grow with
+        the tokens.
+
+        Args:
+            tokens: the number of tokens in the forward pass.
+        """
+        return min((b if n >= tokens else -(-b * tokens // n) for n, b in self.seen.items()), default=None)
+
+
+def bytes_by_width(layer: nn.Module, itemsize: int, without: Iterable[nn.Module] = ()) -> int:
+    """Return the bytes that a layer keeps for each token, at most, as far as its linear modules tell.
+
+    Args:
+        layer: a layer of a transformer.
+        itemsize: bytes of a value.
+        without: modules of the layer that keep nothing, nor do modules inside them.
+    """
+    left_out = {module for given in without for module in given.modules()}
+    linear = [m for name, m in layer.named_modules() if isinstance(m, nn.Linear) and ".lora_" not in name]
+    columns = sum(m.in_features + m.out_features for m in linear if m not in left_out)
+    return int(BY_COLUMN * itemsize * columns)

@@ -1,0 +1,151 @@
+"""Whole runs whose rows memory does not hold: norms and MLPs in tiles, layers' inputs in host memory."""
+
+import logging
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import trlx_hybrid
+from transformers import AutoModelForCausalLM, Qwen3Config
+from trlx_hybrid.session import Session
+from trlx_hybrid_training import comparison, recomputation, scoring, tiles
+from trlx_hybrid_training.host_inputs import HostInputs
+from trlx_hybrid_training.layer_memory import LayerPlan
+from trlx_hybrid_training.options import BEFORE
+from trlx_hybrid_training.recomputation import Recomputation
+
+sys.path.insert(0, str(Path(__file__).parent))
+from scripted import STEPS, Offer, difference, lora
+
+GRPO = trlx_hybrid.GRPOTrainer
+LONG = {"adaptive_checkpointing": True, "tiles": True, "activation_offloading": True}
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """What the losses' forward passes did, in tiles of a few tokens, on a device that holds nothing."""
+    seen = []
+
+    def planned(self, *args, stock=Recomputation._plan):
+        seen.append(stock(self, *args))
+        return seen[-1]
+
+    monkeypatch.setattr(Recomputation, "_plan", planned)
+    monkeypatch.setattr(tiles, "TILE", 8)
+    monkeypatch.setattr(Session, "free_bytes", lambda self: 0)
+    return seen
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["full", "LoRA"])
+@pytest.mark.parametrize("joined", [False, True], ids=["apart", "joined"])
+def test_the_run_is_trls(compared, noisy, plans, adapters, joined):
+    given = {"peft_config": lora()} if adapters else {}
+    padded, ours = compared(GRPO, LONG | {"joined": joined}, noisy, **STEPS, **given)
+    assert set(plans) == {LayerPlan(kept=0, tiled=True, offloaded=2)}
+    assert max(difference(ours, padded)) < 1e-5
+
+
+def test_inputs_go_to_host_memory_and_change_no_bit(compared, noisy, plans):
+    """Where tiles are off, whose sums may round otherwise."""
+    _, usual = compared(GRPO, {}, noisy, **STEPS)
+    _, ours = compared(GRPO, LONG | {"tiles": False}, noisy, **STEPS)
+    assert set(plans) == {LayerPlan(kept=0, tiled=False, offloaded=2)}
+    assert difference(ours, usual) == (0.0, 0.0)
+
+
+def test_it_is_said_once(compared, noisy, plans, caplog):
+    with caplog.at_level(logging.WARNING):
+        compared(GRPO, LONG, noisy, **STEPS)
+    said = [r.message for r in caplog.records if "does not fit as it is" in r.message]
+    assert len(said) == 1
+    assert "2 of 2 layers are recomputed, all in tiles, and 2 of their inputs are kept in host memory" in said[0]
+
+
+def test_the_host_has_less_memory_than_is_wanted(compared, noisy, plans, monkeypatch):
+    monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 0, "total": 1 << 40})())
+    padded, ours = compared(GRPO, LONG, noisy, **STEPS)
+    assert {plan.offloaded for plan in plans} == {0}
+    assert max(difference(ours, padded)) < 1e-5
+
+
+def test_a_tiled_layer_is_counted_where_one_is_kept(compared, noisy, plans, monkeypatch):
+    """So that the next forward pass knows more than its linear modules tell."""
+    monkeypatch.setattr(Recomputation, "_plan", lambda *_: LayerPlan(kept=1, tiled=True))
+    padded, ours = compared(GRPO, LONG, noisy, **STEPS)
+    chooses = ours.trainer.session.scoring.recomputation
+    assert chooses.tiled_bytes.seen
+    assert not chooses.whole_bytes.seen
+    assert chooses.recomputed == 1
+    assert max(difference(ours, padded)) < 1e-5
+
+
+def test_host_memory_is_freed_at_the_end(run, noisy, plans):
+    done = run(GRPO, hybrid=noisy | {"scoring": "packed", "scoring_options": BEFORE | LONG}, plugins=[Offer()], **STEPS)
+    host = done.trainer.session.scoring.recomputation.host
+    assert isinstance(host, HostInputs)
+    assert host.bytes
+    done.close()
+    assert host.bytes == 0
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["full", "LoRA"])
+def test_long_rows_are_compared_on_a_part(compared, noisy, monkeypatch, caplog, adapters):
+    """Whole rows, padded, would take more memory than the run: those around the completion's beginning."""
+    monkeypatch.setattr(scoring, "LONGEST", 12)
+    seen = []
+
+    def prepare(self, rows, stock=scoring._alone):
+        seen.append((rows.input_ids.shape[1], rows.completion_length))
+        return stock(rows)
+
+    monkeypatch.setattr(scoring, "_alone", lambda rows: prepare(None, rows))
+    with caplog.at_level(logging.INFO):
+        padded, ours = compared(GRPO, {}, noisy, **STEPS, **({"peft_config": lora()} if adapters else {}))
+    assert seen == [(12, 6)]
+    assert any("on up to 12 tokens of each" in r.message for r in caplog.records)
+    assert ours.trainer.session.scoring.padded_because is None
+    assert max(difference(ours, padded)) < 1e-5
+
+
+def test_a_wrong_part_of_a_long_row_leaves_all_rows_padded(compared, noisy, monkeypatch):
+    monkeypatch.setattr(scoring, "LONGEST", 12)
+    monkeypatch.setattr(scoring, "_alone", lambda rows, stock=scoring._alone: stock(rows) + torch.tensor(0.1))
+    _, ours = compared(GRPO, {}, noisy, **STEPS)
+    assert "packed and padded log-probs" in ours.trainer.session.scoring.padded_because
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, for rows so long")
+def test_a_row_of_64k_tokens_has_the_log_probs_and_gradients_of_the_plain_path():
+    """Two layers as an 8B model has them. Random weights hide a wrong attention, so each gradient is compared."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 2, "num_attention_heads": 32}
+    config = Qwen3Config(**shape, num_key_value_heads=8, vocab_size=4096, max_position_embeddings=1 << 16)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    ids = torch.randint(1, 4096, (1, 1 << 16), device="cuda")
+    host, found = HostInputs(torch.device("cuda", 0)), []
+    for long in (False, True):
+        model.zero_grad()
+        if long:
+            for layer in model.model.layers:
+                stock, modules = layer._gradient_checkpointing_func, tiles.tileable(layer)
+                call = partial(recomputation._in_tiles, modules)
+                layer._gradient_checkpointing_func = partial(in_tiles_and_on_the_host, host, stock, call)
+        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+        host.settle()
+        chosen = hidden[:, ::61]
+        log_probs = model.lm_head(chosen).float().log_softmax(-1)[..., 7]
+        log_probs.mean().backward()
+        found.append([log_probs.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    assert host.bytes
+    assert len(found[0]) == len(found[1]) > 20
+    assert comparison.difference(found[1], found[0], torch.bfloat16) is None
+    host.close()
+
+
+def in_tiles_and_on_the_host(host, stock, call, function, *args, **kwargs):
+    return host.keeping(stock, partial(call, function), *args, **kwargs)

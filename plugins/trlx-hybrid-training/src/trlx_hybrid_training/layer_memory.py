@@ -82,8 +82,8 @@ class Layers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPlan:
-    """The tasks of the layers of one forward pass. The first layers are recomputed, and the first of these keep their input
-    in host memory: the activations of the last layers are freed before the backward pass reaches the first.
+    """The tasks of the layers of one forward pass. The first layers are recomputed, and the first of these keep their
+    input in host memory: the activations of the last layers are freed before the backward pass reaches the first.
 
     Attributes:
         kept: how many of the last layers are not recomputed.

@@ -60,7 +60,7 @@ def measure(cases: Sequence[str], memory: float, steps: int, seconds: float, add
         limit = None if size == "tiny" else int(memory * GIB)
         with tempfile.TemporaryDirectory(prefix="benchmark-long-context-") as folder:
             given = {"rows": asdict(rows), "memory": limit}
-            found = attempt("hybrid", size, None, steps, folder, seconds, True, **given)
+            found = attempt("hybrid", size, None, steps, folder, seconds, **given)
         name = f"{size}_{context}"
         runs[name] = found | {"rows": asdict(rows), "memory": limit}
         metrics[f"trains_{name}"] = float("ended" not in found)

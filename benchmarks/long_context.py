@@ -59,7 +59,7 @@ def measure(cases: Sequence[str], memory: float, steps: int, seconds: float, add
         rows = Rows(context=int(context), sampled=sampled, number=NUMBER, at_once=NUMBER)
         limit = None if size == "tiny" else int(memory * GIB)
         with tempfile.TemporaryDirectory(prefix="benchmark-long-context-") as folder:
-            given = {"rows": asdict(rows), "memory": limit}
+            given: dict[str, Any] = {"rows": asdict(rows), "memory": limit}
             found = attempt("hybrid", size, None, steps, folder, seconds, **given)
         name = f"{size}_{context}"
         runs[name] = found | {"rows": asdict(rows), "memory": limit}

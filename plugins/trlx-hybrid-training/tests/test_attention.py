@@ -9,8 +9,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from trlx_hybrid.testing.models import tiny_model
+from trlx_hybrid_training import attention as packed_attention
 from trlx_hybrid_training import packing
-from trlx_hybrid_training.attention import _varlen, attention, has_kernel, whole_rows
+from trlx_hybrid_training.attention import _varlen, attention, has_kernel
+from trlx_hybrid_training.whole_rows import whole_rows
 
 LAYER = SimpleNamespace(is_causal=True, num_key_value_groups=2)
 ALONE = {"segments": (5, 1, 9), "prefixes": ((0, 0), (1, 0), (2, 0))}
@@ -117,6 +119,76 @@ def test_the_kernel_takes_and_keeps_as_few_heads_of_keys_as_there_are():
     assert kept.count((93 + 18, 2, 32)) == 2
     assert kept.count((93, 4, 32)) == 2  # queries and outputs
     assert all(tensor.grad.shape == tensor.shape for tensor in qkv)
+
+
+def by_row(query, key, value, ends_q, ends_k, *longest, scale=None, window_size=None, **grouped):
+    """Stands for torch's kernel for ragged rows, which runs on GPUs: each row by itself."""
+    outs = []
+    for row in range(len(ends_q) - 1):
+        of = [
+            tensor[ends[row] : ends[row + 1]].transpose(0, 1)[None]
+            for tensor, ends in ((query, ends_q), (key, ends_k), (value, ends_k))
+        ]
+        mask = torch.ones(of[0].shape[2], of[1].shape[2], dtype=torch.bool).tril(of[1].shape[2] - of[0].shape[2])
+        out = torch.nn.functional.scaled_dot_product_attention(*of, attn_mask=mask, scale=scale, enable_gqa=True)
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+LONG = {
+    "alone": ALONE,
+    "one of one": {"segments": (9,), "prefixes": ((0, 0),)},
+    "shared": SHARED,
+    "a prefix of a long row": {"segments": (90, 3, 40, 7), "prefixes": ((0, 0), (0, 88), (2, 0), (2, 5))},
+    "a trie": {"segments": (20, 6, 5, 4, 30), "prefixes": ((0, 0), (0, 12), (1, 15), (0, 3), (4, 0))},
+}
+
+
+@pytest.mark.parametrize("case", LONG)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_long_rows_that_a_kernel_of_their_own_computes(monkeypatch, case, dtype):
+    """Beside the others, which may begin with a part of a long row. A CPU has neither kernel; both are stood for."""
+    own = []
+
+    def one_row(query, key, value, scaling):
+        own.append(query.shape[2])
+        grouped = {"scale": scaling, "enable_gqa": True, "is_causal": True}
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, **grouped)
+
+    def computed():
+        qkv = tensors(LONG[case], dtype)
+        out = attention(LAYER, *qkv, None, scaling=0.2, **packed(**LONG[case]))[0]
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), qkv)]
+
+    row_by_row = computed()
+    monkeypatch.setattr(packed_attention, "LONG", 9)
+    monkeypatch.setattr(packed_attention, "has_kernel", lambda query, value: True)
+    monkeypatch.setattr(packed_attention, "cudnn_agrees", lambda *_: True)
+    monkeypatch.setattr(packed_attention, "_by_cudnn", one_row)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", by_row)
+    for ours, theirs in zip(computed(), row_by_row, strict=True):
+        assert (ours - theirs).abs().max() < 1e-6 * theirs.abs().max()
+    alone = zip(LONG[case]["segments"], LONG[case]["prefixes"], strict=True)
+    assert own == [tokens for tokens, (_, prefix) in alone if tokens >= 9 and not prefix]
+
+
+@ON_GPU
+@pytest.mark.parametrize("tokens", [8192, 8191], ids=["long", "not long"])
+def test_long_rows_on_a_gpu(tokens):
+    case = {"segments": (tokens, 100, 500), "prefixes": ((0, 0), (0, 8000), (2, 0))}
+    assert difference(case, torch.bfloat16, "cuda") < 2e-2
+
+
+@ON_GPU
+def test_cudnn_computes_like_the_kernel_for_ragged_rows_on_a_hopper():
+    """Within a checkpoint, too, whose hooks must not see the comparison."""
+    device = torch.device("cuda", 0)
+    seen = []
+    packed_attention.cudnn_agrees.cache_clear()
+    with saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t), torch.no_grad():
+        agrees = packed_attention.cudnn_agrees(32, 8, 128, torch.bfloat16, device)
+    assert agrees == (torch.cuda.get_device_capability(device)[0] == 9)
+    assert not seen
 
 
 @ON_GPU

@@ -12,6 +12,7 @@ from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid_training import attention, layer_graphs, lora
 from trlx_hybrid_training.layer_graphs import Chain, Graph, LayerGraphs, Watch
 from trlx_hybrid_training.packing import FILLERS, Pack, Sizes
+from trlx_hybrid_training.whole_rows import Room, whole, whole_rows
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs are captured on GPUs")
 COMPLETION, GROUP = 12, 4
@@ -86,12 +87,12 @@ def test_filled_packs_have_equal_shapes(model):
     packs = [pack_of(seed) for seed in range(4)]
     assert len({pack.sizes for pack in packs}) > 1
     sizes = Sizes(**{name: max(getattr(pack.sizes, name) for pack in packs) for name in Sizes.__slots__}).with_room()
-    room = attention.Room(sizes.copied, sizes.shared, sizes.copies)
+    room = Room(sizes.copied, sizes.shared, sizes.copies)
     shapes = set()
     for pack in packs:
         assert sizes.holds(pack.sizes)
         filled = pack.filled(sizes)
-        indices = attention.whole_rows(filled.segments, filled.prefixes, filled.ends.device, room)
+        indices = whole_rows(filled.segments, filled.prefixes, filled.ends.device, room)
         tensors = [v for v in filled.inputs.values() if isinstance(v, torch.Tensor)]
         tensors += [filled.labels, *indices[1:3], *indices.copies[0]]
         shapes.add(tuple(tensor.shape for tensor in tensors))
@@ -103,16 +104,16 @@ def test_indices_with_room_copy_the_same_keys_and_sum_the_same_gradients():
     sizes = pack.sizes.with_room()
     filled = pack.filled(sizes)
     given = filled.segments, filled.prefixes, filled.ends.device
-    room = attention.Room(sizes.copied, sizes.shared, sizes.copies)
-    plain, roomy = attention.whole_rows(*given), attention.whole_rows(*given, room)
+    room = Room(sizes.copied, sizes.shared, sizes.copies)
+    plain, roomy = whole_rows(*given), whole_rows(*given, room)
     keys, results = torch.randn(sizes.tokens, 2, 4), []
     for rows in (plain, roomy):
         tensor = keys.clone().requires_grad_()
-        whole = attention.whole(tensor, rows, dim=0)
+        copied = whole(tensor, rows, dim=0)
         weights = torch.randn(len(plain.sources), 2, 4, generator=torch.Generator().manual_seed(0))
-        garbage = torch.full((len(whole) - len(weights), 2, 4), float("nan"))  # as a kernel may leave it there
-        whole.backward(torch.cat([weights, garbage]))
-        results.append((whole[: len(plain.sources)].detach(), tensor.grad))
+        garbage = torch.full((len(copied) - len(weights), 2, 4), float("nan"))  # as a kernel may leave it there
+        copied.backward(torch.cat([weights, garbage]))
+        results.append((copied[: len(plain.sources)].detach(), tensor.grad))
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs)
 

@@ -26,10 +26,10 @@ from torch.autograd.graph import set_warn_on_accumulate_grad_stream_mismatch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from trlx_hybrid.weights.verify import noise
 
-from . import attention
 from .comparison import difference
 from .packing import KERNEL, Pack, Sizes, attention_name
 from .recomputation import layers_of
+from .whole_rows import Room, whole_rows
 
 if TYPE_CHECKING:
     from trlx_hybrid.contract.protocols import Run
@@ -97,8 +97,8 @@ class LayerGraphs:
     def inputs(self, pack: Pack, sizes: Sizes) -> dict[str, Any]:
         """Return the keyword arguments with which the model computes a pack that was filled up to `sizes`, in place of
         those that differ from pack to pack."""
-        room = attention.Room(sizes.copied, sizes.shared, sizes.copies)
-        indices = attention.whole_rows(pack.segments, pack.prefixes, pack.ends.device, room)
+        room = Room(sizes.copied, sizes.shared, sizes.copies)
+        indices = whole_rows(pack.segments, pack.prefixes, pack.ends.device, room)
         assert indices is not None
         return {
             "segments": (),

@@ -119,6 +119,8 @@ test-vision: .venv-vision/run
 test-4bit: .venv-4bit/run
 	$(CPU) .venv-4bit/bin/python -m pytest -n $(FEW) --dist worksteal $(ARGS) \
 		plugins/trlx-hybrid-vllm/tests/test_four_bits.py tests/whole_runs/test_on_a_cpu.py::test_a_base_in_4_bits \
+		plugins/trlx-hybrid-training/tests/test_tiles.py::test_gradients_of_an_adapter_on_a_base_in_4_bits \
+		plugins/trlx-hybrid-training/tests/test_long_rows.py::test_an_adapter_on_a_base_in_4_bits \
 		$(patsubst %,tests/test_recipes.py::test_%,a_run_holds_what_was_forecast a_recipe_trains_a_tiny_model)
 
 test-deepspeed: .venv-deepspeed/run

@@ -74,9 +74,11 @@ class Policy:
         return self._tree.modules
 
     def look(self) -> None:
-        """Update the cached list `modules` if modules were added, removed or replaced in the model; call it at the
-        beginning of every rollout."""
-        self._others |= self._tree.changed(self.module)
+        """Update the cached list `modules` if modules were added, removed or replaced in the model, and keep their
+        4-bit weights as they are; call it at the beginning of every rollout."""
+        if self._tree.changed(self.module):
+            self._others = True
+            quantised.keep_bits(self._tree.modules)
 
     def other_modules(self) -> bool:
         """Return whether modules were added, removed or replaced in the model since the last call of this method; also

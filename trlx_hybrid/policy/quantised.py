@@ -44,8 +44,8 @@ def elements(p: Params4bit) -> int:
 
 def keep_bits(modules: Iterable[nn.Module]) -> None:
     """Keep bitsandbytes from repacking the 4-bit weights of some modules. On CPUs with AVX512-BF16 it would repack them
-    in the first evaluation, round their scales, and compute in bfloat16 from then on. After that, the policy would
-    compute other values than before. Has no effect on a GPU."""
+    in the first forward pass in evaluation mode, round their scales, and compute in bfloat16 from then on, by a product
+    without a gradient: layers below would learn nothing. Has no effect on a GPU."""
     for module in modules:
         if hasattr(module, REPACKS):
             setattr(module, REPACKS, False)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import trlx_hybrid
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config
 from trlx_hybrid.session import Session
+from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid_training import comparison, recomputation, scoring, tiles
 from trlx_hybrid_training.host_inputs import HostInputs
 from trlx_hybrid_training.layer_memory import LayerPlan
@@ -17,7 +18,7 @@ from trlx_hybrid_training.options import BEFORE
 from trlx_hybrid_training.recomputation import Recomputation
 
 sys.path.insert(0, str(Path(__file__).parent))
-from scripted import STEPS, Offer, difference, lora
+from scripted import STEPS, Offer, difference, lora, masked
 
 GRPO = trlx_hybrid.GRPOTrainer
 LONG = {"adaptive_checkpointing": True, "tiles": True, "activation_offloading": True}
@@ -45,6 +46,24 @@ def test_the_run_is_trls(compared, noisy, plans, adapters, joined):
     padded, ours = compared(GRPO, LONG | {"joined": joined}, noisy, **STEPS, **given)
     assert set(plans) == {LayerPlan(kept=0, tiled=True, offloaded=2)}
     assert max(difference(ours, padded)) < 1e-5
+
+
+def test_an_adapter_on_a_base_in_4_bits(compared, plans, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    tiny_model().save_pretrained(tmp_path)
+    bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+
+    def model():
+        return AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=bits, dtype=torch.float32)
+
+    padded, ours = compared(GRPO, LONG, model=model, peft_config=lora(), rollout_func=masked, **STEPS)
+    assert set(plans) == {LayerPlan(kept=0, tiled=True, offloaded=2)}
+    for mine, theirs in zip(ours.logs, padded.logs, strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-5, rel=1e-5)
+    trained = {name: weight for name, weight in padded.weights().items() if "lora_" in name}
+    assert trained
+    for name, weight in trained.items():  # TRL trains them in bfloat16, where one unit is 2^-7 of a value at most
+        torch.testing.assert_close(ours.weights()[name], weight, rtol=2**-7, atol=1e-5)
 
 
 def test_inputs_go_to_host_memory_and_change_no_bit(compared, noisy, plans):

@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config, Qwen3MoeConfig
 from trlx_hybrid_training.tiles import tileable, tiled
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -63,6 +63,19 @@ def test_gradients_are_those_of_the_whole_sequence(adapters, reentrant):
     model = model_of(adapters)
     whole = gradients(model, lambda _: nullcontext(), reentrant)
     ours = gradients(model, in_tiles, reentrant)
+    assert ours[0] == pytest.approx(whole[0], abs=1e-6)
+    assert furthest(ours[1], whole[1]) < 1e-5
+
+
+def test_gradients_of_an_adapter_on_a_base_in_4_bits(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    model_of().save_pretrained(tmp_path)
+    bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=bits, dtype=torch.float32).train()
+    get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    model.enable_input_require_grads()
+    assert type(model.model.layers[0].mlp.up_proj.base_layer).__name__ == "Linear4bit"
+    whole, ours = (gradients(model, context, False) for context in (lambda _: nullcontext(), in_tiles))
     assert ours[0] == pytest.approx(whole[0], abs=1e-6)
     assert furthest(ours[1], whole[1]) < 1e-5
 

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
-from trlx_hybrid.policy.policy import evaluating
 
 from .comparison import difference
 
@@ -125,7 +124,7 @@ def _computes_alike(module: nn.Module, stock: Callable[[Tensor], Any], x: Tensor
     apart give what they give together. Logs a warning if not."""
     if module not in _alike:
         part, half = x.detach()[:, :COMPARED], COMPARED // 2
-        with torch.no_grad(), _autocast(x.device.type, *_autocast_now(x.device.type)), evaluating(module):
+        with torch.no_grad(), _autocast(x.device.type, *_autocast_now(x.device.type)), _keeping_all(module):
             whole, halves = stock(part), (stock(part[:, :half]), stock(part[:, half:]))
         fits = isinstance(whole, Tensor) and whole.shape[:2] == part.shape[:2]
         found = difference([torch.cat(halves, dim=1)], [whole], whole.dtype) if fits else None
@@ -134,6 +133,20 @@ def _computes_alike(module: nn.Module, stock: Callable[[Tensor], Any], x: Tensor
             told = "another shape than its input" if not fits else f"{found:.2g} of the largest value apart"
             logger.warning("%s is not computed in tiles: its output is %s.", type(module).__name__, told)
     return _alike[module]
+
+
+@contextmanager
+def _keeping_all(module: nn.Module) -> Iterator[None]:
+    """Return a context without dropout. Other layers stay in training mode, since out of it bitsandbytes packs weights
+    on a CPU anew."""
+    drops = [m for m in module.modules() if isinstance(m, nn.Dropout) and m.training]
+    for drop in drops:
+        drop.training = False
+    try:
+        yield
+    finally:
+        for drop in drops:
+            drop.training = True
 
 
 def _autocast_now(device: str) -> tuple[bool, torch.dtype]:

@@ -172,10 +172,6 @@ class StreamedBase(WeightSync):
                 return f"{name} of the base is trained beside the adapter"
         return self._policy.refuses_gather(merge=False)
 
-    def open(self) -> None:
-        """Keep bitsandbytes from repacking the policy's base weights: they must stay equal to what the engine gets."""
-        quantised.keep_bits(self._policy.modules)
-
     def sync(self) -> LoadReport:
         """Load the base into the engine at the first sync, and after the engine lost it or somebody wrote to it."""
         engine = self._session.live_engine

@@ -62,8 +62,8 @@ def test_an_adapter_on_a_base_in_4_bits(compared, plans, tmp_path):
         assert mine == pytest.approx(theirs, abs=1e-5, rel=1e-5)
     trained = {name: weight for name, weight in padded.weights().items() if "lora_" in name}
     assert trained
-    for name, weight in trained.items():  # TRL trains them in bfloat16, where one unit is 2^-7 of a value at most
-        torch.testing.assert_close(ours.weights()[name], weight, rtol=2**-7, atol=1e-5)
+    for name, weight in trained.items():  # in bfloat16, as TRL trains them: one unit is up to 2^-7 of a value
+        torch.testing.assert_close(ours.weights()[name], weight, rtol=2**-7, atol=2**-13)
 
 
 def test_inputs_go_to_host_memory_and_change_no_bit(compared, noisy, plans):

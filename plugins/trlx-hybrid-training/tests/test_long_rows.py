@@ -74,6 +74,14 @@ def test_inputs_go_to_host_memory_and_change_no_bit(compared, noisy, plans):
     assert difference(ours, usual) == (0.0, 0.0)
 
 
+def test_rows_of_one_tile_are_counted_whatever_their_linear_modules_tell(compared, noisy, plans, monkeypatch):
+    """These tell too much, and a run whose layers are never counted would recompute all of them."""
+    monkeypatch.setattr(tiles, "TILE", 8192)
+    compared(GRPO, LONG, noisy, **STEPS)
+    assert plans[0] == LayerPlan(kept=1)
+    assert set(plans[1:]) == {LayerPlan(kept=0, offloaded=2)}
+
+
 def test_it_is_said_once(compared, noisy, plans, caplog):
     with caplog.at_level(logging.WARNING):
         compared(GRPO, LONG, noisy, **STEPS)

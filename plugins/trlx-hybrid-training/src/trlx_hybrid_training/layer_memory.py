@@ -62,22 +62,40 @@ class Layers:
         inputs: bytes of a layer's input.
         whole: bytes that a layer keeps if it is not recomputed.
         tiled: bytes that it keeps if its norms and its MLP are computed in tiles; None where they may not be.
+        tile: bytes that these modules keep for one tile.
     """
 
     count: int
     inputs: int
     whole: int
     tiled: int | None = None
+    tile: int = 0
 
-    def kept_in(self, memory: Memory, each: int) -> int:
+    def each(self, in_tiles: bool) -> int:
+        """Return the bytes that a layer keeps.
+
+        Args:
+            in_tiles: whether it computes in tiles.
+        """
+        return self.tiled if in_tiles and self.tiled is not None else self.whole
+
+    def peak(self, in_tiles: bool) -> int:
+        """Return the bytes that a layer takes during its backward pass.
+
+        Args:
+            in_tiles: whether it computes in tiles.
+        """
+        return IN_BACKWARD * (self.each(in_tiles) + (self.tile if in_tiles else 0))
+
+    def kept_in(self, memory: Memory, in_tiles: bool = False) -> int:
         """Return how many layers' activations fit into memory beside the inputs of all, so that these layers need not
         be recomputed.
 
         Args:
-            each: bytes that a layer keeps, `whole` or `tiled`.
+            in_tiles: whether the layers compute in tiles.
         """
-        left = memory.budget - self.count * self.inputs - IN_BACKWARD * each
-        return max(0, min(self.count, left // max(each, 1)))
+        left = memory.budget - self.count * self.inputs - self.peak(in_tiles)
+        return max(0, min(self.count, left // max(self.each(in_tiles), 1)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,17 +122,15 @@ def plan(memory: Memory, layers: Layers, to_host: bool) -> LayerPlan:
     Args:
         to_host: whether inputs may be kept in host memory.
     """
-    kept, each = layers.kept_in(memory, layers.whole), layers.whole
     left = memory.budget - layers.count * layers.inputs
-    if kept or left >= IN_BACKWARD * each:
-        return LayerPlan(kept=kept)
-    tiled = layers.tiled is not None
-    if layers.tiled is not None:
-        kept, each = layers.kept_in(memory, layers.tiled), layers.tiled
-    if kept or left >= IN_BACKWARD * each or not to_host:
-        return LayerPlan(kept=kept, tiled=tiled)
-    room = (memory.budget - IN_BACKWARD * each) // max(layers.inputs, 1) - UNDER_WAY
-    return LayerPlan(kept=0, tiled=tiled, offloaded=layers.count - max(0, min(layers.count, room)))
+    for in_tiles in (False, True) if layers.tiled is not None else (False,):
+        kept = layers.kept_in(memory, in_tiles)
+        if kept or left >= layers.peak(in_tiles):
+            return LayerPlan(kept=kept, tiled=in_tiles)
+    if not to_host:
+        return LayerPlan(kept=0, tiled=in_tiles)
+    room = (memory.budget - layers.peak(in_tiles)) // max(layers.inputs, 1) - UNDER_WAY
+    return LayerPlan(kept=0, tiled=in_tiles, offloaded=layers.count - max(0, min(layers.count, room)))
 
 
 class LayerBytes:

@@ -31,6 +31,7 @@ from trlx_hybrid.policy.policy import modules_of
 from trlx_hybrid.policy.precision import autocast_dtype
 from trlx_hybrid.policy.sharded import is_sharded
 
+from . import tiles
 from .host_inputs import HostInputs
 from .layer_memory import SHARE, LayerBytes, LayerPlan, Layers, Memory, bytes_by_width, plan
 from .tiles import tileable, tiled
@@ -81,6 +82,7 @@ class Recomputation:
         self._sharded = any(is_sharded(p) for p in session.policy.module.parameters())
         self.host = HostInputs(session.policy.device)
         self._said = LayerPlan(kept=0)
+        self._by_width: tuple[int, int] | None = None  # bytes for each token: of a layer, and of what is not tiled
 
     def idle(self) -> str | None:
         """Return why there is no choice of layers in this run (gradient checkpointing is off, or is not transformers'
@@ -209,7 +211,7 @@ class Recomputation:
 
         def fits(number: int) -> bool:
             sizes = self._sizes(sum(tokens[:number]), layers)
-            return sizes.kept_in(memory, sizes.whole) == len(layers)
+            return sizes.kept_in(memory) == len(layers)
 
         count = next((number for number in counts if fits(number)), 1)
         ranks = self._session.ranks
@@ -228,29 +230,34 @@ class Recomputation:
         sharded."""
         sizes = self._sizes(tokens, layers)
         found = plan(self._memory(), sizes, self._options.activation_offloading)
-        if not self.whole_bytes and not found.tiled and not found.offloaded:
+        record = self.tiled_bytes if found.tiled else self.whole_bytes
+        if not record and tokens <= tiles.TILE:
             found = LayerPlan(kept=1)  # which is counted
+        elif not record and not found.offloaded:
+            found = replace(found, kept=max(found.kept, 1))
         if found.offloaded:
             room = self.host.bytes + int(psutil.virtual_memory().available * SHARE)
             found = replace(found, offloaded=min(found.offloaded, room // max(sizes.inputs, 1)))
         return replace(found, kept=min(self._session.ranks.gather(found.kept))) if self._sharded else found
 
     def _sizes(self, tokens: int, layers: Sequence[GradientCheckpointingLayer]) -> Layers:
-        """Return the bytes that layers keep in a forward pass of so many tokens: as counted, else as their linear
-        modules tell."""
-        policy, last = self._session.policy, layers[-1]
-        columns = int(policy.base.config.get_text_config().hidden_size)
-        itemsize = policy.dtype.itemsize
-        whole = self.whole_bytes.expected(tokens)
-        modules = tileable(last) if self._options.tiles else []
-        tiles = self.tiled_bytes.expected(tokens) if modules else None
-        if modules and tiles is None:
-            tiles = bytes_by_width(last, itemsize, modules) * tokens
+        """Return the bytes that layers keep in a forward pass of so many tokens: as counted, else as the linear modules
+        of the last one tell."""
+        if self._by_width is None:
+            last, itemsize = layers[-1], self._session.policy.dtype.itemsize
+            modules = tileable(last) if self._options.tiles else []
+            self._by_width = bytes_by_width(last, itemsize), bytes_by_width(last, itemsize, modules)
+        by_width, beside_tiles = self._by_width
+        whole, tiled = self.whole_bytes.expected(tokens), self.tiled_bytes.expected(tokens)
+        whole = by_width * tokens if whole is None else whole
+        if tokens <= tiles.TILE or beside_tiles == by_width:  # nothing would be tiled
+            return Layers(count=len(layers), inputs=self._input * tokens, whole=whole)
         return Layers(
             count=len(layers),
-            inputs=columns * itemsize * tokens,
-            whole=bytes_by_width(last, itemsize) * tokens if whole is None else whole,
-            tiled=tiles,
+            inputs=self._input * tokens,
+            whole=whole,
+            tiled=beside_tiles * tokens if tiled is None else tiled,
+            tile=(by_width - beside_tiles) * tiles.TILE,
         )
 
     def _memory(self) -> Memory:
@@ -290,6 +297,12 @@ class Recomputation:
             return 0
         each = (4 if weight.requires_grad else 0) + (weight.itemsize if is_sharded(weight) else 0)
         return int(weight.numel()) * each
+
+    @functools.cached_property
+    def _input(self) -> int:
+        """The bytes for each token of a layer's input."""
+        policy = self._session.policy
+        return int(policy.base.config.get_text_config().hidden_size) * policy.dtype.itemsize
 
 
 def _in_tiles(modules: Sequence[nn.Module], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import psutil  # type: ignore[import-untyped]
 import torch
 
 from ..blame import asked, fault
 from ..contract.types import Phase
 from ..errors import ConfigError
 from ..policy.quantised import elements
+from . import host
 from .arena import Arena
 from .estimate import (
     LEAVING,
@@ -328,7 +328,7 @@ class TrainerMemory:
     def free_bytes(self) -> int:
         """Return the bytes of the device that nobody uses, including the bytes that torch caches for later tensors."""
         if self.device.type != "cuda":
-            return int(psutil.virtual_memory().available)
+            return host.free_bytes()
         free, _ = torch.cuda.mem_get_info(self.device)
         kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         if self._unused is None:

@@ -21,11 +21,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.modeling_layers import GradientCheckpointingLayer
+from trlx_hybrid.memory import host as host_memory
 from trlx_hybrid.memory.ledger import plain_tensors
 from trlx_hybrid.policy.policy import modules_of
 from trlx_hybrid.policy.precision import autocast_dtype
@@ -236,7 +236,7 @@ class Recomputation:
         elif not record and not found.offloaded:
             found = replace(found, kept=max(found.kept, 1))
         if found.offloaded:
-            room = self.host.bytes + int(psutil.virtual_memory().available * SHARE)
+            room = self.host.bytes + int(host_memory.free_bytes() * SHARE)
             found = replace(found, offloaded=min(found.offloaded, room // max(sizes.inputs, 1)))
         return replace(found, kept=min(self._session.ranks.gather(found.kept))) if self._sharded else found
 

@@ -260,16 +260,16 @@ def refuse_reserved(generation_kwargs: dict[str, Any] | None) -> None:
 
 def refuse_checkpointing(checkpointing_kwargs: dict[str, Any] | None) -> None:
     """Refuse `gradient_checkpointing_kwargs` with `offload` or `every_n_layers`, which transformers' Trainer takes: TRL
-    switches gradient checkpointing off in each rollout, and passes on neither when it switches it on again.
+    switches gradient checkpointing off in each rollout, and hands both to torch when it switches it on again.
 
     Raises:
         ConfigError: names the setting.
     """
     for name in sorted({"offload", "every_n_layers"} & (checkpointing_kwargs or {}).keys()):
         raise ConfigError(
-            f"gradient_checkpointing_kwargs has {name!r}, which TRL loses after the first rollout. Leave it out: "
-            "scoring='packed', the default with an engine, recomputes the layers that memory asks for, and keeps their "
-            "inputs in host memory where it must."
+            f"gradient_checkpointing_kwargs has {name!r}, which TRL hands to torch after the first rollout, where it "
+            "fails or has no effect. Leave it out: scoring='packed', the default with an engine, recomputes the layers "
+            "that memory asks for, and keeps their inputs in host memory where it must."
         )
 
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from trlx_hybrid.errors import MemoryPlanError
+from trlx_hybrid.memory.arena import Arena
 from trlx_hybrid_training.host_inputs import HostInputs
 
 LAYERS, ROWS, COLUMNS = 5, 300, 7
@@ -81,3 +83,23 @@ def test_a_second_backward_pass_finds_the_inputs_again(host):
     (twice,) = torch.autograd.grad(out, x)
     assert torch.equal(once, twice)
     del out
+
+
+def test_a_layer_that_gets_its_input_by_name_keeps_it_on_the_device(host):
+    layer = nn.Linear(COLUMNS, COLUMNS)
+    x = torch.ones(1, ROWS, COLUMNS, requires_grad=True)
+    host.keeping(checkpoint, lambda: layer(x), use_reentrant=False).sum().backward()
+    assert host.bytes == 0
+    assert x.grad is not None
+
+
+def test_inputs_stay_on_the_device_where_the_host_has_no_memory(host, monkeypatch, caplog):
+    def full(arena, sizes):
+        raise MemoryPlanError("The host gives no more.", owner="host arena")
+
+    monkeypatch.setattr(Arena, "take", full)
+    layers = [nn.Linear(COLUMNS, COLUMNS) for _ in range(LAYERS)]
+    x = torch.ones(1, ROWS, COLUMNS, requires_grad=True)
+    through(layers, x, host).sum().backward()
+    assert x.grad is not None
+    assert [r.message for r in caplog.records] == ["Inputs of layers stay on the device: The host gives no more."]

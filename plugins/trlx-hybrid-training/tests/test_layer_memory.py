@@ -6,8 +6,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Phi3Config, Qwen2Config, Qwen3Config
+from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid_training import attention
-from trlx_hybrid_training.layer_memory import IN_BACKWARD, UNDER_WAY, LayerPlan, Layers, Memory, bytes_by_width, plan
+from trlx_hybrid_training.layer_memory import (
+    IN_BACKWARD,
+    UNDER_WAY,
+    WORTH,
+    LayerPlan,
+    Layers,
+    Memory,
+    bytes_by_width,
+    plan,
+)
 from trlx_hybrid_training.packing import Pack
 from trlx_hybrid_training.recomputation import _counting, layers_of
 from trlx_hybrid_training.tiles import tileable, tiled
@@ -53,7 +63,7 @@ def test_nothing_is_tiled_or_offloaded_that_fits_without(memory, layers):
     elif layers.tiled is not None:
         assert found.tiled
         fits = layers.count * layers.inputs + layers.peak(in_tiles=True) <= memory.budget
-        assert bool(found.offloaded) == (not fits)
+        assert bool(found.offloaded) == (not fits and layers.count * layers.inputs >= WORTH)
 
 
 def test_a_row_of_128k_tokens_of_an_8b_model():
@@ -85,3 +95,9 @@ def test_linear_modules_tell_what_a_layer_keeps_at_most(kind, adapters, dtype):
             model(**pack.inputs, segments=pack.segments, prefixes=pack.prefixes, use_cache=False)
         bound = bytes_by_width(last, dtype.itemsize, modules) * 1024
         assert bound / 6 < sum(counted.values()) <= bound
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "qwen3_moe"])
+def test_layers_with_other_matrices_tell_nothing(architecture):
+    layer = layers_of(tiny_model(architecture))[-1]
+    assert bytes_by_width(layer, 4) is None

@@ -11,7 +11,7 @@ import trlx_hybrid
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config
 from trlx_hybrid.session import Session
 from trlx_hybrid.testing.models import tiny_model
-from trlx_hybrid_training import comparison, recomputation, scoring, tiles
+from trlx_hybrid_training import comparison, layer_memory, recomputation, scoring, tiles
 from trlx_hybrid_training.host_inputs import HostInputs
 from trlx_hybrid_training.layer_memory import LayerPlan
 from trlx_hybrid_training.options import BEFORE
@@ -35,6 +35,8 @@ def plans(monkeypatch):
 
     monkeypatch.setattr(Recomputation, "_plan", planned)
     monkeypatch.setattr(tiles, "TILE", 8)
+    monkeypatch.setattr(recomputation, "OFFLOADING", ("cpu",))
+    monkeypatch.setattr(layer_memory, "WORTH", 0)
     monkeypatch.setattr(Session, "free_bytes", lambda self: 0)
     return seen
 
@@ -74,6 +76,33 @@ def test_inputs_go_to_host_memory_and_change_no_bit(compared, noisy, plans):
     assert difference(ours, usual) == (0.0, 0.0)
 
 
+def test_inputs_stay_where_the_device_is_the_host_or_they_are_small(compared, noisy, plans, monkeypatch):
+    for module, name, value in ((recomputation, "OFFLOADING", ("cuda",)), (layer_memory, "WORTH", 1 << 29)):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, value)
+            plans.clear()
+            compared(GRPO, LONG, noisy, **STEPS)
+        assert {plan.offloaded for plan in plans} == {0}
+
+
+def test_ranks_of_one_host_share_its_memory(compared, noisy, plans, monkeypatch):
+    monkeypatch.setattr("trlx_hybrid.memory.host.free_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(Recomputation, "_input", 1 << 20)  # 39 tokens or more take 39 MiB each of two layers
+    compared(GRPO, LONG, noisy, **STEPS)
+    assert {plan.offloaded for plan in plans} == {2}
+    plans.clear()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
+    compared(GRPO, LONG, noisy, **STEPS)
+    assert plans[0].offloaded == 0
+
+
+def test_padded_rows_of_one_tile_are_not_planned_in_tiles(compared, noisy, plans, monkeypatch):
+    """However many there are: a module is tiled by the length of its rows."""
+    monkeypatch.setattr(tiles, "TILE", 40)
+    compared(GRPO, LONG | {"packing": False}, noisy, **STEPS)
+    assert not any(plan.tiled for plan in plans)
+
+
 def test_rows_of_one_tile_are_counted_whatever_their_linear_modules_tell(compared, noisy, plans, monkeypatch):
     """These tell too much, and a run whose layers are never counted would recompute all of them."""
     monkeypatch.setattr(tiles, "TILE", 8192)
@@ -87,11 +116,11 @@ def test_it_is_said_once(compared, noisy, plans, caplog):
         compared(GRPO, LONG, noisy, **STEPS)
     said = [r.message for r in caplog.records if "does not fit as it is" in r.message]
     assert len(said) == 1
-    assert "2 of 2 layers are recomputed, all in tiles, and 2 of their inputs are kept in host memory" in said[0]
+    assert "2 of 2 layers are recomputed, 2 of their inputs are kept in host memory, and norms and MLPs are" in said[0]
 
 
 def test_the_host_has_less_memory_than_is_wanted(compared, noisy, plans, monkeypatch):
-    monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 0, "total": 1 << 40})())
+    monkeypatch.setattr("trlx_hybrid.memory.host.free_bytes", lambda: 0)
     padded, ours = compared(GRPO, LONG, noisy, **STEPS)
     assert {plan.offloaded for plan in plans} == {0}
     assert max(difference(ours, padded)) < 1e-5

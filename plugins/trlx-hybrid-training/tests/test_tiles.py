@@ -9,6 +9,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config, Qwen3MoeConfig
+from trlx_hybrid_training import tiles
 from trlx_hybrid_training.tiles import tileable, tiled
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -114,7 +115,8 @@ def test_dropout_drops_the_same_in_the_backward_pass(reentrant):
 def test_an_mlp_is_computed_once_more_and_not_twice():
     """In a recomputed layer: the layer's recomputation ends before its MLP."""
     model, calls = model_of(), []
-    model.model.layers[1].mlp.act_fn.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    act = model.model.layers[1].mlp.act_fn
+    act.forward = lambda x, stock=act.forward: calls.append(torch.is_grad_enabled()) or stock(x)
     gradients(model, in_tiles, False)  # compares the modules first
     calls.clear()
     gradients(model, in_tiles, False)
@@ -139,6 +141,47 @@ def test_a_parameter_with_a_hook_on_its_gradient_is_left_alone():
     layer.mlp.up_proj.weight.register_hook(lambda g: g)
     assert layer.mlp not in tileable(layer)
     assert model.model.layers[1].mlp in tileable(model.model.layers[1])
+
+
+def test_an_mlp_with_a_hook_inside_is_left_alone():
+    """What it sees of a tile has no gradient in the forward pass, and comes once more in the backward pass."""
+    model = model_of()
+    layer = model.model.layers[0]
+    layer.mlp.act_fn.register_forward_hook(lambda *_: None)
+    assert layer.mlp not in tileable(layer)
+
+
+@pytest.mark.parametrize("of", ["FSDP2", "ZeRO-3"])
+def test_a_module_whose_parts_are_gathered_by_themselves_is_computed_whole(monkeypatch, of):
+    """As where FSDP2 shards each of an MLP's linear layers: gradients of what they gather would be lost."""
+    model, lengths = model_of(), []
+    mlp = model.model.layers[0].mlp
+    mlp.act_fn.forward = lambda x, stock=mlp.act_fn.forward: lengths.append(x.shape[1]) or stock(x)
+    if of == "FSDP2":
+        monkeypatch.setattr(tiles, "is_sharded", lambda p: p is mlp.up_proj.weight)
+    else:
+        mlp.up_proj.weight.ds_id = 3
+    gradients(model, in_tiles)
+    assert lengths == [TOKENS]
+
+
+def test_noise_without_a_module_of_its_own_is_computed_whole(caplog):
+    """And the comparison draws no number that the layer's recomputation would miss."""
+
+    class Noisy(nn.Linear):
+        def __init__(self, *sizes):
+            super().__init__(*sizes)
+            self.residual_dropout = 0.5
+
+        def forward(self, x):
+            return nn.functional.dropout(super().forward(x), self.residual_dropout, self.training)
+
+    model = model_of()
+    for layer in model.model.layers:
+        layer.mlp = nn.Sequential(Noisy(32, 32), layer.mlp.act_fn)
+    whole, ours = (gradients(model, context, False) for context in (lambda _: nullcontext(), in_tiles))
+    assert any("is not computed in tiles: 0.residual_dropout=0.5" in record.message for record in caplog.records)
+    assert furthest(ours[1], whole[1]) < 1e-5
 
 
 def test_experts_are_left_alone():

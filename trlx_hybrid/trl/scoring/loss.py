@@ -146,11 +146,15 @@ def naming_rows(trainer: StockTrainer, run: RunState) -> Iterator[None]:
 
 
 def _rows_told(trainer: StockTrainer, run: RunState, rows: dict[str, Any]) -> str:
-    args, lengths = trainer.args, rows["prompt_mask"].sum(1) + rows["completion_mask"].sum(1)
+    args, masks = trainer.args, (rows[name].cpu() for name in ("prompt_mask", "completion_mask"))  # a full device
+    lengths = sum(mask.sum(1) for mask in masks)
+    number = f"{len(lengths)} rows" if len(lengths) > 1 else "1 row"
     told = [
-        f"It was the loss of {len(lengths)} rows with {int(lengths.sum())} tokens, of which the longest row has "
-        f"{int(lengths.max())}, in step {trainer.state.global_step + 1}."
+        f"It was the loss of {number} with {int(lengths.sum())} tokens, {int(lengths.max())} of them in the longest "
+        f"row, in step {trainer.state.global_step + 1}."
     ]
+    if run.window.joined is not None:
+        told.append("Its pass was shared with other micro-batches: scoring_options={'joined': False} ends that.")
     if len(lengths) > 1:
         steps = args.gradient_accumulation_steps * len(lengths)
         told.append(f"Fewer rows at once: per_device_train_batch_size=1, gradient_accumulation_steps={steps}.")

@@ -35,10 +35,10 @@ logger = logging.getLogger(__name__)
 NAME = "trlx_packed"
 
 LONG = 8192
-"""The number of tokens from which a row is computed by itself, where a kernel for one row is faster."""
+"""The number of tokens from which a row is computed by itself, by cuDNN on a GPU of compute capability 9."""
 
 COMPARED = 512
-"""The number of tokens on which that kernel is compared."""
+"""The number of tokens on which cuDNN's attention is compared."""
 
 _packing: ContextVar[list[int | None] | None] = ContextVar("packing", default=None)
 
@@ -138,7 +138,8 @@ def attention(
             raise NotImplementedError("torch's kernel for ragged rows has no window of one token")
         long = long_rows(segments, prefixes) if indices is None and sliding_window is None else ()
         if long and cudnn_agrees(query.shape[1], key.shape[1], query.shape[-1], _computed_in(query), query.device):
-            return _with_long_rows(query, key, value, tuple(segments), tuple(prefixes), long, scaling), None
+            known = tuple(prefixes) or tuple((row, 0) for row in range(len(segments)))
+            return _with_long_rows(query, key, value, tuple(segments), known, long, scaling), None
         ends, longest = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k)
         rows = indices or whole_rows(tuple(segments), tuple(prefixes), key.device)
         return _varlen(query, key, value, rows, ends, longest, scaling, sliding_window), None
@@ -247,7 +248,7 @@ def long_rows(segments: Sequence[int], prefixes: Sequence[tuple[int, int]]) -> t
     Args:
         segments, prefixes: see `attention`.
     """
-    return tuple(row for row, own in enumerate(segments) if own >= LONG and not prefixes[row][1])
+    return tuple(row for row, own in enumerate(segments) if own >= LONG and not (prefixes and prefixes[row][1]))
 
 
 @functools.cache
@@ -277,6 +278,8 @@ def cudnn_agrees(heads: int, key_heads: int, size: int, dtype: torch.dtype, devi
                 else:
                     out = _varlen(q, k, v, None, (ends, ends), (COMPARED, COMPARED), None)
                 found.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), (q, k, v))])
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError as error:
                 logger.info("Long rows are not computed by cuDNN: %s", error)
                 return False

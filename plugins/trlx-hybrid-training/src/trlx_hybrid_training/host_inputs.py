@@ -1,8 +1,8 @@
 """The inputs of recomputed layers, kept in host memory until the backward pass needs them.
 
 A layer that is recomputed keeps its input alone. It is copied to pinned host memory while the next layers compute, and
-back while the layer above is in its backward pass. A copy of 1 GiB takes 20 ms over PCIe 5, where a layer with rows so
-long takes a second.
+back while the layer above is in its backward pass. A copy of 1 GiB takes 20 ms over PCIe 5, and a layer with such rows
+takes a second.
 
 TRL's `OffloadActivations` does more: it moves any tensor that is saved. It keeps five of them on the device, where
 each may be 1 GiB here, and takes its host memory from torch's allocator, which rounds up to powers of two. The arena
@@ -11,6 +11,7 @@ here is allocated once and cut without rounding.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -19,7 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from trlx_hybrid.errors import MemoryPlanError
 from trlx_hybrid.memory.arena import Arena
+
+logger = logging.getLogger(__name__)
 
 AHEAD = 2
 """The number of copies to the host that may be under way before the program waits for the first of them: what is being
@@ -37,19 +41,12 @@ class HostInputs:
         self._arena = Arena(device)
         self._leaving: deque[tuple[torch.cuda.Event | None, Tensor]] = deque()
         self._last: weakref.ref[_Input] | None = None
+        self._full = False  # whether the host had no memory for an input
 
     @property
     def bytes(self) -> int:
         """The host memory that is allocated for inputs, in bytes."""
         return self._arena.bytes
-
-    def reserve(self, nbytes: int) -> None:
-        """Allocate host memory for inputs of so many bytes, beside what is in use.
-
-        Raises:
-            MemoryPlanError: the host has no more memory.
-        """
-        self._arena.reserve(nbytes)
 
     def keeping(self, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call torch's `checkpoint` on a layer, and keep the layer's input in host memory.
@@ -58,6 +55,8 @@ class HostInputs:
             checkpoint: transformers' partial of `torch.utils.checkpoint.checkpoint`.
             function: the layer's call; its first argument is the input.
         """
+        if not args or not isinstance(args[0], Tensor):  # a layer that gets its input by name
+            return checkpoint(function, *args, **kwargs)
         moved = args[0].data_ptr()
 
         def pack(tensor: Tensor) -> _Input | Tensor:
@@ -66,9 +65,17 @@ class HostInputs:
         with saved_tensors_hooks(pack, lambda saved: saved.back() if isinstance(saved, _Input) else saved):
             return checkpoint(function, *args, **kwargs)
 
-    def _leave(self, tensor: Tensor) -> _Input:
+    def _leave(self, tensor: Tensor) -> _Input | Tensor:
+        """Copy a tensor to the host, and return what brings it back; the tensor itself where the host has no memory."""
         tensor = tensor.detach().contiguous()
-        self._last = weakref.ref(left := _Input(self._arena, tensor, self._last))
+        try:
+            left = _Input(self._arena, tensor, self._last)
+        except MemoryPlanError as error:
+            if not self._full:
+                logger.warning("Inputs of layers stay on the device: %s", error)
+            self._full = True
+            return tensor
+        self._last = weakref.ref(left)
         self._leaving.append((left.arrived, tensor))
         while len(self._leaving) > AHEAD or (self._leaving and self._leaving[0][0] is None):
             arrived, _ = self._leaving.popleft()

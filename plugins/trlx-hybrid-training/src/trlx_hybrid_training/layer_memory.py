@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from torch import nn
 
 SHARE = 0.9
-"""The share of the free memory that activations may be planned to take: the allocator's blocks do not fit exactly."""
+"""The share of the device's free memory that activations may be planned to take, since the allocator's blocks do not
+fit exactly; and the share of the host's free memory that inputs may."""
 
 WORKSPACE = 1 << 30
 """Bytes of the device that no layer's activations may take: they are kept free for what is not counted separately,
@@ -24,6 +25,9 @@ IN_BACKWARD = 3
 
 It counts the layer's own activations, recomputed, and their gradients, beside what other layers keep.
 """
+
+WORTH = 1 << 29
+"""Bytes of all layers' inputs below which none is kept in host memory: the copies would cost more than they save."""
 
 UNDER_WAY = 3
 """The number of inputs in host memory that also take device memory at one time: one in use, and those that are being
@@ -101,7 +105,8 @@ class Layers:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPlan:
     """The tasks of the layers of one forward pass. The first layers are recomputed, and the first of these keep their
-    input in host memory: the activations of the last layers are freed before the backward pass reaches the first.
+    input in host memory, because the activations of the last layers are freed before the backward pass reaches the
+    first.
 
     Attributes:
         kept: how many of the last layers are not recomputed.
@@ -115,9 +120,8 @@ class LayerPlan:
 
 
 def plan(memory: Memory, layers: Layers, to_host: bool) -> LayerPlan:
-    """Return what the layers of a forward pass are to do. They keep as much as memory holds; where it does not even
-    hold one layer beside the inputs of all, they compute in tiles; and where it does not hold this either, inputs are
-    kept in host memory.
+    """Return what the layers of a forward pass are to do. They keep as much as memory holds. Where it does not hold one
+    layer beside the inputs of all, they compute in tiles. Where this is not enough, inputs are kept in host memory.
 
     Args:
         to_host: whether inputs may be kept in host memory.
@@ -127,7 +131,7 @@ def plan(memory: Memory, layers: Layers, to_host: bool) -> LayerPlan:
         kept = layers.kept_in(memory, in_tiles)
         if kept or left >= layers.peak(in_tiles):
             return LayerPlan(kept=kept, tiled=in_tiles)
-    if not to_host:
+    if not to_host or layers.count * layers.inputs < WORTH:
         return LayerPlan(kept=0, tiled=in_tiles)
     room = (memory.budget - layers.peak(in_tiles)) // max(layers.inputs, 1) - UNDER_WAY
     return LayerPlan(kept=0, tiled=in_tiles, offloaded=layers.count - max(0, min(layers.count, room)))
@@ -172,15 +176,19 @@ class LayerBytes:
         return min((b if n >= tokens else -(-b * tokens // n) for n, b in self.seen.items()), default=None)
 
 
-def bytes_by_width(layer: nn.Module, itemsize: int, without: Iterable[nn.Module] = ()) -> int:
-    """Return the bytes that a layer keeps for each token, at most, as far as its linear modules tell.
+def bytes_by_width(layer: nn.Module, itemsize: int, without: Iterable[nn.Module] = ()) -> int | None:
+    """Return the bytes that a layer keeps for each token, at most, as its linear modules tell; None where they do not,
+    because the layer has other matrices, such as experts or quantised weights of another kind.
 
     Args:
         layer: a layer of a transformer.
         itemsize: bytes of a value.
         without: modules of the layer that keep nothing, nor do modules inside them.
     """
-    left_out = {module for given in without for module in given.modules()}
     linear = [m for name, m in layer.named_modules() if isinstance(m, nn.Linear) and ".lora_" not in name]
+    known = {id(p) for m in layer.modules() if isinstance(m, nn.Linear) for p in m.parameters(recurse=False)}
+    if any(t.dim() > 1 and id(t) not in known for t in [*layer.parameters(), *layer.buffers()]):
+        return None
+    left_out = {module for given in without for module in given.modules()}
     columns = sum(m.in_features + m.out_features for m in linear if m not in left_out)
     return int(BY_COLUMN * itemsize * columns)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
     from .options import PackedOptions
 
 logger = logging.getLogger(__name__)
+
+OFFLOADING = ("cuda",)
+"""Types of devices whose memory is not the host's."""
 
 COPIED = 4
 """The number of copied tokens that count as one computed token, when memory is estimated. Copied tokens are tokens of
@@ -95,14 +99,14 @@ class Recomputation:
 
     def note(self) -> str:
         """Return what is printed of the choice of layers when a run starts."""
-        further = ["in tiles"] * self._options.tiles + [
-            "with inputs in host memory"
-        ] * self._options.activation_offloading
-        then = f", and then computed {' and '.join(further)}" if further else ""
-        return f"layers are recomputed as far as memory asks for it{then}"
+        options = self._options
+        further = {"in tiles": options.tiles, "with inputs in host memory": options.activation_offloading}
+        chosen = [how for how, wanted in further.items() if wanted]
+        beyond = f", beyond that computed {' and '.join(chosen)}" if chosen else ""
+        return f"layers are recomputed as far as memory asks for it{beyond}"
 
     @contextmanager
-    def chosen(self, tokens: int, copied: int = 0) -> Iterator[None]:
+    def chosen(self, tokens: int, copied: int = 0, rows: int = 1) -> Iterator[None]:
         """Let as few layers be recomputed as memory allows, during one forward pass of the loss and its backward pass.
 
         Collective where the policy is sharded: a layer that is recomputed is gathered once more, so all ranks must
@@ -115,19 +119,20 @@ class Recomputation:
             tokens: how many tokens the forward pass computes.
             copied: the number of tokens of shared prompts for which the forward pass only copies keys and values.
                 They are not counted in `tokens`.
+            rows: into how many sequences of equal length the tokens are arranged.
         """
         layers = self._layers()
         if not layers or not torch.is_grad_enabled() or not layers[-1].training:
             yield
             return
-        plan = self._plan(tokens + copied // COPIED, layers)
-        if self.recomputed is None and plan.kept == 1 and self._session.ranks.rank == 0:
+        chosen = self._plan(tokens + copied // COPIED, rows, layers)
+        if self.recomputed is None and chosen.kept == 1 and self._session.ranks.rank == 0:
             logger.info("The first loss recomputes all layers but one, whose activations are counted.")
-        self._say(plan, tokens, len(layers))
-        self.recomputed = len(layers) - plan.kept
-        record = self.tiled_bytes if plan.tiled else self.whole_bytes
-        with self._following(plan, layers):
-            if plan.kept:
+        self._say(chosen, tokens, len(layers))
+        self.recomputed = len(layers) - chosen.kept
+        record = self.tiled_bytes if chosen.tiled else self.whole_bytes
+        with self._following(chosen, layers):
+            if chosen.kept:
                 with _counting(layers[-1]) as storages:
                     yield
                 if storages:  # a layer that was not called tells nothing
@@ -136,18 +141,18 @@ class Recomputation:
                 yield
 
     @contextmanager
-    def _following(self, plan: LayerPlan, layers: Sequence[GradientCheckpointingLayer]) -> Iterator[None]:
-        """Return a context in which layers do what a plan says in their forward pass, and later in the backward pass of
-        it."""
-        first, last = layers[: len(layers) - plan.kept], layers[len(layers) - plan.kept :]
+    def _following(self, chosen: LayerPlan, layers: Sequence[GradientCheckpointingLayer]) -> Iterator[None]:
+        """Return a context in which layers do what a plan says in their forward pass, and again in its backward
+        pass."""
+        first, last = layers[: len(layers) - chosen.kept], layers[len(layers) - chosen.kept :]
         stock = [layer._gradient_checkpointing_func for layer in first]
-        with ExitStack() as tiles:
+        with ExitStack() as in_tiles:
             for layer in last:
                 layer.gradient_checkpointing = False
-                if plan.tiled:
-                    tiles.enter_context(tiled(tileable(layer)))
+                if chosen.tiled:
+                    in_tiles.enter_context(tiled(tileable(layer)))
             for number, layer in enumerate(first):
-                modules, to_host = tileable(layer) if plan.tiled else [], number < plan.offloaded
+                modules, to_host = tileable(layer) if chosen.tiled else [], number < chosen.offloaded
                 if modules or to_host:
                     layer._gradient_checkpointing_func = functools.partial(
                         self._checkpointed, stock[number], modules, to_host
@@ -184,16 +189,17 @@ class Recomputation:
             return self.host.keeping(checkpoint, function, *args, **kwargs)
         return checkpoint(function, *args, **kwargs)
 
-    def _say(self, plan: LayerPlan, tokens: int, layers: int) -> None:
+    def _say(self, chosen: LayerPlan, tokens: int, layers: int) -> None:
         """Log how layers are computed in tiles or keep inputs in host memory, where more do than before."""
-        if (plan.tiled, plan.offloaded) <= (self._said.tiled, self._said.offloaded):
+        if (chosen.tiled, chosen.offloaded) <= (self._said.tiled, self._said.offloaded):
             return
-        self._said = plan
+        self._said = chosen
         if self._session.ranks.rank == 0:
             logger.warning(
-                "A forward pass of %d tokens does not fit as it is: %d of %d layers are recomputed%s, and %d of their "
-                "inputs are kept in host memory.",
-                *(tokens, layers - plan.kept, layers, ", all in tiles" if plan.tiled else "", plan.offloaded),
+                "A forward pass of %d tokens does not fit as it is: %d of %d layers are recomputed, %d of their inputs "
+                "are kept in host memory%s.",
+                *(tokens, layers - chosen.kept, layers, chosen.offloaded),
+                ", and norms and MLPs are computed in tiles" if chosen.tiled else "",
             )
 
     def joined(self, tokens: Sequence[int]) -> int:
@@ -210,7 +216,7 @@ class Recomputation:
         memory = self._memory() if counts else Memory(free=0, others=0)
 
         def fits(number: int) -> bool:
-            sizes = self._sizes(sum(tokens[:number]), layers)
+            sizes = self._sizes(sum(tokens[:number]), 1, layers)
             return sizes.kept_in(memory) == len(layers)
 
         count = next((number for number in counts if fits(number)), 1)
@@ -225,39 +231,45 @@ class Recomputation:
         """Return the layers for which gradient checkpointing is on, in model order."""
         return [layer for layer in layers_of(self._session.policy.base) if layer.gradient_checkpointing]
 
-    def _plan(self, tokens: int, layers: Sequence[GradientCheckpointingLayer]) -> LayerPlan:
-        """Return what the layers are to do in a forward pass of so many tokens. Collective where the policy is
-        sharded."""
-        sizes = self._sizes(tokens, layers)
-        found = plan(self._memory(), sizes, self._options.activation_offloading)
+    def _plan(self, tokens: int, rows: int, layers: Sequence[GradientCheckpointingLayer]) -> LayerPlan:
+        """Return what the layers are to do in a forward pass of so many tokens. Collective where the policy is sharded.
+
+        Until a layer was counted, at most one is kept, to count it: of short rows in any case, of long ones where its
+        linear modules tell that it fits.
+        """
+        sizes = self._sizes(tokens, rows, layers)
+        to_host = self._options.activation_offloading and self._session.policy.device.type in OFFLOADING
+        found = plan(self._memory(), sizes, to_host)
         record = self.tiled_bytes if found.tiled else self.whole_bytes
-        if not record and tokens <= tiles.TILE:
-            found = LayerPlan(kept=1)  # which is counted
-        elif not record and not found.offloaded:
-            found = replace(found, kept=max(found.kept, 1))
-        if found.offloaded:
-            room = self.host.bytes + int(host_memory.free_bytes() * SHARE)
+        if not record and (tokens <= rows * tiles.TILE or not sizes.whole):
+            found = LayerPlan(kept=1)
+        elif not record:
+            found = replace(found, kept=min(found.kept, 1))
+        if found.offloaded:  # the ranks of a host decide before any of them has taken its share
+            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            room = self.host.bytes + int(host_memory.free_bytes() * SHARE) // ranks
             found = replace(found, offloaded=min(found.offloaded, room // max(sizes.inputs, 1)))
         return replace(found, kept=min(self._session.ranks.gather(found.kept))) if self._sharded else found
 
-    def _sizes(self, tokens: int, layers: Sequence[GradientCheckpointingLayer]) -> Layers:
+    def _sizes(self, tokens: int, rows: int, layers: Sequence[GradientCheckpointingLayer]) -> Layers:
         """Return the bytes that layers keep in a forward pass of so many tokens: as counted, else as the linear modules
-        of the last one tell."""
+        of the last one tell; 0 where neither is known."""
         if self._by_width is None:
             last, itemsize = layers[-1], self._session.policy.dtype.itemsize
             modules = tileable(last) if self._options.tiles else []
-            self._by_width = bytes_by_width(last, itemsize), bytes_by_width(last, itemsize, modules)
+            found = bytes_by_width(last, itemsize), bytes_by_width(last, itemsize, modules)
+            self._by_width = found[0] or 0, found[1] or 0
         by_width, beside_tiles = self._by_width
-        whole, tiled = self.whole_bytes.expected(tokens), self.tiled_bytes.expected(tokens)
+        whole, beside = self.whole_bytes.expected(tokens), self.tiled_bytes.expected(tokens)
         whole = by_width * tokens if whole is None else whole
-        if tokens <= tiles.TILE or beside_tiles == by_width:  # nothing would be tiled
+        if tokens <= rows * tiles.TILE or beside_tiles == by_width:  # nothing would be tiled
             return Layers(count=len(layers), inputs=self._input * tokens, whole=whole)
         return Layers(
             count=len(layers),
             inputs=self._input * tokens,
             whole=whole,
-            tiled=beside_tiles * tokens if tiled is None else tiled,
-            tile=(by_width - beside_tiles) * tiles.TILE,
+            tiled=min(whole, beside_tiles * tokens) if beside is None else beside,
+            tile=(by_width - beside_tiles) * rows * tiles.TILE,
         )
 
     def _memory(self) -> Memory:

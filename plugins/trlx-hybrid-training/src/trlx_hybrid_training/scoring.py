@@ -111,8 +111,8 @@ class Packed(Scoring):
         joins = self._joins and idle is None and self.padded_because is None
         return f"{said}; micro-batches share a pass as far as memory allows" if joins else said
 
-    def _choosing(self, tokens: int, copied: int = 0) -> AbstractContextManager[None]:
-        return nullcontext() if self.recomputation is None else self.recomputation.chosen(tokens, copied)
+    def _choosing(self, tokens: int, copied: int = 0, rows: int = 1) -> AbstractContextManager[None]:
+        return nullcontext() if self.recomputation is None else self.recomputation.chosen(tokens, copied, rows)
 
     def micro_batches(self, prompts: Tensor, tokens: Sequence[int], count: int) -> list[list[int]]:
         """Split the rows of an optimizer step into `count` micro-batches of equally many rows. Returns the row numbers
@@ -225,7 +225,7 @@ class Packed(Scoring):
         packs = self._packs(rows, WORTH, self._worth(rows)) if known else None
         if packs is not None:
             return self._score_packs(rows, packs)
-        with self._choosing(rows.input_ids.numel()):
+        with self._choosing(rows.input_ids.numel(), rows=len(rows.input_ids)):
             return rows.padded()
 
     def _packs(self, rows: Rows, shared_below: float, trie_below: Callable[[int], float] | None) -> list[Pack] | None:
@@ -404,8 +404,8 @@ class Packed(Scoring):
 
 
 def cut(rows: Rows, columns: int) -> Rows:
-    """Return rows of at most so many tokens: those around the beginning of the completion. `padded` of the result still
-    scores the whole rows.
+    """Return rows of at most so many tokens, those around the beginning of the completion, without `padded`, which
+    would score the whole rows.
 
     Args:
         columns: the largest width of the result.
@@ -419,9 +419,14 @@ def cut(rows: Rows, columns: int) -> Rows:
         input_ids=rows.input_ids[:, some],
         attention_mask=rows.attention_mask[:, some],
         completion_length=completion,
+        padded=_not_whole,
         experts=None if rows.experts is None else rows.experts[:, some],
         support=None if rows.support is None else replace(rows.support, bounds=rows.support.bounds[:, some]),
     )
+
+
+def _not_whole() -> Scores:
+    raise AssertionError("rows that were cut are scored by `forward`")
 
 
 def _alone(rows: Rows) -> Tensor:

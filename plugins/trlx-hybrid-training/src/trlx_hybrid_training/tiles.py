@@ -3,14 +3,14 @@
 They compute each token by itself, so the sequence can be cut anywhere. In the forward pass a module keeps its input and
 nothing else; in the backward pass it is computed once more, tile by tile, each followed by the tile's own backward pass
 (Arctic Long Sequence Training, arXiv 2506.13996, whose MLP is tiled likewise). In a layer that is recomputed as a whole
-(gradient checkpointing), this takes no arithmetic for an MLP at the layer's end: torch stops the layer's recomputation
-where all that the backward pass needs is there, which is the MLP's input.
+(gradient checkpointing), this costs no further arithmetic for an MLP at the layer's end: torch stops the layer's
+recomputation where all that the backward pass needs is there, which is the MLP's input.
 
-Bytes, for a Qwen3-8B layer (hidden size 4,096, MLP 12,288) in bf16, for each token: the MLP keeps 98 kB, of which a
-tile of 8,192 tokens takes 0.8 GB; both norms keep 82 kB in float32 and bf16, and tiled 8 kB.
+Bytes, for a Qwen3-8B layer (hidden size 4,096, MLP 12,288) in bf16: the MLP keeps 98 kB for each token. A tile of 8,192
+tokens keeps 0.8 GB. Both norms keep 82 kB for each token, in float32 and bf16, and 8 kB if they are tiled.
 
-Gradients of parameters are summed over the tiles in float32, and reach the parameter once. So hooks of DDP and FSDP2
-run as they do without tiles.
+Gradients of parameters are summed over the tiles in float32 at least, and reach the parameter once. So hooks of DDP and
+FSDP2 run as they do without tiles.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
+from trlx_hybrid.policy.sharded import is_sharded
+from trlx_hybrid.weights.verify import noise
 
 from .comparison import difference
 
@@ -45,7 +47,8 @@ _alike: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 def tileable(layer: nn.Module) -> list[nn.Module]:
     """Return the modules of a transformers layer that can be computed on tiles of the sequence: its MLP, and its norms,
-    those of queries and keys included. A mixture of experts is left as it is: its router sees the whole sequence."""
+    those of queries and keys included. A mixture of experts is left as it is: its router sees the whole sequence. So
+    are modules with hooks, which would run for each tile."""
     found: list[nn.Module] = []
     waiting = list(layer.named_children())
     while waiting:
@@ -54,7 +57,14 @@ def tileable(layer: nn.Module) -> list[nn.Module]:
             found.append(module)
         elif name not in MLP_NAMES:
             waiting += module.named_children()
-    return [module for module in found if not any(p._backward_hooks for p in module.parameters())]
+    return [module for module in found if not _hooked(module)]
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Return whether a hook waits for a gradient of a module's parameters, or for a call of a module inside it."""
+    inside = (child for child in module.modules() if child is not module)
+    calls = any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in inside)
+    return calls or any(p._backward_hooks for p in module.parameters())
 
 
 def _has_experts(module: nn.Module) -> bool:
@@ -82,7 +92,7 @@ def _replaced(module: nn.Module, tile: int) -> Iterator[None]:
 
     def forward(x: Any, *args: Any, **kwargs: Any) -> Any:
         long = isinstance(x, Tensor) and x.dim() > 2 and x.shape[1] > tile
-        if not long or args or kwargs or not _computes_alike(module, stock, x):
+        if not long or args or kwargs or _partly_elsewhere(module) or not _computes_alike(module, stock, x):
             return stock(x, *args, **kwargs)
         return _on_tiles(module, stock, x, tile)
 
@@ -93,6 +103,12 @@ def _replaced(module: nn.Module, tile: int) -> Iterator[None]:
         del module.forward
         if own is not None:
             module.forward = own
+
+
+def _partly_elsewhere(module: nn.Module) -> bool:
+    """Return whether parameters of a module are sharded, and gathered by modules inside it: gradients of what they
+    gather would be lost. A layer that is gathered as a whole has its parameters here."""
+    return any(is_sharded(p) or hasattr(p, "ds_id") for p in module.parameters())
 
 
 def _on_tiles(module: nn.Module, stock: Callable[[Tensor], Tensor], x: Tensor, tile: int) -> Tensor:
@@ -123,16 +139,24 @@ def _computes_alike(module: nn.Module, stock: Callable[[Tensor], Any], x: Tensor
     """Return whether a module computes each token by itself: on the first tokens of its first long input, both halves
     apart give what they give together. Logs a warning if not."""
     if module not in _alike:
-        part, half = x.detach()[:, :COMPARED], COMPARED // 2
-        with torch.no_grad(), _autocast(x.device.type, *_autocast_now(x.device.type)), _keeping_all(module):
-            whole, halves = stock(part), (stock(part[:, :half]), stock(part[:, half:]))
-        fits = isinstance(whole, Tensor) and whole.shape[:2] == part.shape[:2]
-        found = difference([torch.cat(halves, dim=1)], [whole], whole.dtype) if fits else None
-        _alike[module] = fits and found is None
-        if not _alike[module]:
-            told = "another shape than its input" if not fits else f"{found:.2g} of the largest value apart"
-            logger.warning("%s is not computed in tiles: its output is %s.", type(module).__name__, told)
+        with _keeping_all(module):
+            why = noise(module) or _apart(stock, x.detach()[:, :COMPARED])
+        _alike[module] = why is None
+        if why is not None:
+            logger.warning("%s is not computed in tiles: %s.", type(module).__name__, why)
     return _alike[module]
+
+
+@torch.no_grad()
+def _apart(stock: Callable[[Tensor], Any], part: Tensor) -> str | None:
+    """Return how a module's output for some tokens differs from that for both halves of them, or None."""
+    half = part.shape[1] // 2
+    with _autocast(part.device.type, *_autocast_now(part.device.type)):
+        whole, halves = stock(part), (stock(part[:, :half]), stock(part[:, half:]))
+    if not isinstance(whole, Tensor) or whole.shape[:2] != part.shape[:2]:
+        return "its output has another shape than its input"
+    found = difference([torch.cat(halves, dim=1)], [whole], whole.dtype)
+    return None if found is None else f"its output is {found:.2g} of the largest value apart"
 
 
 @contextmanager
@@ -170,7 +194,7 @@ class _Pass:
 
     def __init__(self, module: nn.Module, stock: Callable[[Tensor], Tensor], tile: int, node: Any) -> None:
         self.stock, self.tile, self.node = stock, tile, node
-        self._draws = any(isinstance(m, nn.Dropout) and m.p and m.training for m in module.modules())
+        self._draws = noise(module) is not None
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the output, and remember the state of autocast and of the random number generators."""
@@ -232,6 +256,7 @@ class _Tiled(torch.autograd.Function):
                 for number, found in enumerate(others):
                     if found is not None:
                         before = sums[number]
-                        sums[number] = found.float() if before is None else before.add_(found)
+                        wide = found.to(torch.promote_types(found.dtype, torch.float32))
+                        sums[number] = wide if before is None else before.add_(wide)
         of_trained = [g if g is None else g.to(p.dtype) for g, p in zip(sums, trained, strict=True)]
         return of_input, None, *of_trained

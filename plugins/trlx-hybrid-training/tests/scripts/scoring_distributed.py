@@ -15,7 +15,7 @@ from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer
 from trlx_hybrid.session import Session
 from trlx_hybrid.testing.models import character_tokenizer, sorting_prompts, tiny_grpo, tiny_model
-from trlx_hybrid_training import tiles
+from trlx_hybrid_training import layer_memory, recomputation, tiles
 from trlx_hybrid_training.scoring import Packed
 
 from tests.support.fsdp import use_fsdp_on_cpu
@@ -61,7 +61,7 @@ def main(out: Path, options: set[str]) -> None:
         Packed.joined = joined
         Session.free_bytes = lambda self: 1 << 50
     if "long" in options:  # rows in tiles, and inputs in host memory
-        tiles.TILE = 4
+        tiles.TILE, layer_memory.WORTH, recomputation.OFFLOADING = 4, 0, ("cpu",)
         Session.free_bytes = lambda self: 0
     packed = {"balanced": False, "adaptive_checkpointing": bool({"adaptive", "joined", "long"} & options)}
     packed["joined"] = "joined" in options
@@ -92,15 +92,15 @@ def main(out: Path, options: set[str]) -> None:
         trainer.train()
         logs = [log for log in trainer.state.log_history if "loss" in log]
         seconds = ("step_time", "hybrid/")
-        recomputation = getattr(trainer.session.scoring, "recomputation", None)
+        chooses = getattr(trainer.session.scoring, "recomputation", None)
         runs.append(
             {
                 "logs": [{k: v for k, v in log.items() if not k.startswith(seconds)} for log in logs],
                 "note": trainer.session.scoring.note(),
                 "why": trainer.session.scores_apart,
-                "recomputed": getattr(recomputation, "recomputed", None),
+                "recomputed": getattr(chooses, "recomputed", None),
                 "joined": counts,
-                "in_host_memory": recomputation.host.bytes if recomputation else 0,
+                "in_host_memory": chooses.host.bytes if chooses else 0,
                 "layers": sum(isinstance(m, Linear) and "forward" in vars(m) for m in trainer.model.modules()),
                 "sharded": any(hasattr(p, "full_tensor") for p in trainer.model.parameters()),
             }

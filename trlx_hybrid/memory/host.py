@@ -14,9 +14,9 @@ FILES = {
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""By the controllers of a line of `/proc/self/cgroup`, "" for version 2 and "memory" for version 1: the files with a
-group's limit and with what it uses, and the entry of `memory.stat` that can be freed at any time. Source: the Linux
-kernel's `Documentation/admin-guide/cgroup-v2.rst` and `cgroup-v1/memory.rst`."""
+"""Names of the files with a group's limit and with what it uses, and of the entry of `memory.stat` that can be freed at
+any time, by the controllers of a line of `/proc/self/cgroup`: "" for version 2, and "memory" for version 1. Source: the
+Linux kernel's `Documentation/admin-guide/cgroup-v2.rst` and `cgroup-v1/memory.rst`."""
 
 
 def free_bytes() -> int:

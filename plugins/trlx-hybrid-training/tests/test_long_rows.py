@@ -13,7 +13,7 @@ from trlx_hybrid.session import Session
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid_training import comparison, layer_memory, recomputation, scoring, tiles
 from trlx_hybrid_training.host_inputs import HostInputs
-from trlx_hybrid_training.layer_memory import LayerPlan
+from trlx_hybrid_training.layer_memory import LayerPlan, bytes_by_width
 from trlx_hybrid_training.options import BEFORE
 from trlx_hybrid_training.recomputation import Recomputation
 
@@ -134,7 +134,18 @@ def test_a_tiled_layer_is_counted_where_one_is_kept(compared, noisy, plans, monk
     assert chooses.tiled_bytes.seen
     assert not chooses.whole_bytes.seen
     assert chooses.recomputed == 1
+    layers = chooses._layers()
+    told = bytes_by_width(layers[-1], 4) * 100
+    counted = sum(storages_of_a_whole_layer(ours.trainer, 100).values())
+    assert counted <= chooses._sizes(100, 1, layers).whole < 0.8 * told
     assert max(difference(ours, padded)) < 1e-5
+
+
+def storages_of_a_whole_layer(trainer, tokens):
+    model = trainer.session.policy.base.train()
+    with recomputation._counting(model.model.layers[-1]) as storages:
+        model(input_ids=torch.arange(tokens)[None] % 90, use_cache=False)
+    return storages
 
 
 def test_host_memory_is_freed_at_the_end(run, noisy, plans):

@@ -47,6 +47,9 @@ logger = logging.getLogger(__name__)
 OFFLOADING = ("cuda",)
 """Types of devices whose memory is not the host's."""
 
+MARGIN = 1.25
+"""The factor by which a layer may keep more than is concluded from a count of the same layer in tiles."""
+
 COPIED = 4
 """The number of copied tokens that count as one computed token, when memory is estimated. Copied tokens are tokens of
 shared prompts whose keys and values are copied, while nothing else is computed for them.
@@ -253,7 +256,8 @@ class Recomputation:
 
     def _sizes(self, tokens: int, rows: int, layers: Sequence[GradientCheckpointingLayer]) -> Layers:
         """Return the bytes that layers keep in a forward pass of so many tokens: as counted, else as the linear modules
-        of the last one tell; 0 where neither is known."""
+        of the last one tell; 0 where neither is known. What these tell is as far too much of a whole layer as it was
+        found to be of a layer in tiles."""
         if self._by_width is None:
             last, itemsize = layers[-1], self._session.policy.dtype.itemsize
             modules = tileable(last) if self._options.tiles else []
@@ -261,7 +265,9 @@ class Recomputation:
             self._by_width = found[0] or 0, found[1] or 0
         by_width, beside_tiles = self._by_width
         whole, beside = self.whole_bytes.expected(tokens), self.tiled_bytes.expected(tokens)
-        whole = by_width * tokens if whole is None else whole
+        if whole is None:
+            told = 1.0 if beside is None else min(1.0, MARGIN * beside / max(beside_tiles * tokens, 1))
+            whole = int(by_width * tokens * told)
         if tokens <= rows * tiles.TILE or beside_tiles == by_width:  # nothing would be tiled
             return Layers(count=len(layers), inputs=self._input * tokens, whole=whole)
         return Layers(

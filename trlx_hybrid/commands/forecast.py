@@ -154,8 +154,9 @@ def forecast(given: RecipeSettings, gpus: GPUs) -> list[str]:
     if engine is not None:
         engine.check()
     left = gpus.bytes - sum(prediction.phases["train"].values())
-    micro_batch = args.per_device_train_batch_size * args.max_completion_length
-    logits = 2 * micro_batch * policy.config.get_text_config().vocab_size * (2 if args.bf16 or args.fp16 else 4)
+    text, rows = policy.config.get_text_config(), args.per_device_train_batch_size
+    length = engine.length if engine is not None else args.max_completion_length
+    inputs = text.num_hidden_layers * rows * length * text.hidden_size * base_dtype(policy).itemsize
     others = {
         "the engines, which have GPUs of their own": remote,
         "the reference model of beta": bool(args.beta) and adapter is None,
@@ -166,8 +167,8 @@ def forecast(given: RecipeSettings, gpus: GPUs) -> list[str]:
         f"{of_what} of {gpus.bytes / GIB:g} GiB",
         *table(prediction),
         *([str(engine)] if engine else []),
-        f"training: {left / GIB:.2f} GiB left for activations, of which logits of full length and their gradients take "
-        f"{logits / GIB:.2f}",
+        f"training: {left / GIB:.2f} GiB left for activations, of which the inputs of all layers take "
+        f"{inputs / GIB:.2f} for {rows} {'row' if rows == 1 else 'rows'} of {length} tokens",
         *(f"not counted: {what}" for what, there in others.items() if there),
     ]
 
@@ -191,8 +192,7 @@ def engine_size(
     args = given.training
     assert selection.engine is not None
     options = selection.engine.options
-    frozen = [p for p in policy.parameters() if not p.requires_grad]
-    base = (frozen or list(policy.parameters()))[0].dtype
+    base = base_dtype(policy)
     mixed = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     told = getattr(torch, str(getattr(options, "dtype", None)), None)  # None for "auto"
     dtype = told or (mixed if base is torch.float32 else base)
@@ -224,6 +224,13 @@ def engine_size(
         length=length,
         sleeps=sleeps,
     )
+
+
+def base_dtype(policy: PreTrainedModel) -> torch.dtype:
+    """Return the dtype of the policy's base model, without its adapters."""
+    frozen = [p for p in policy.parameters() if not p.requires_grad]
+    dtype: torch.dtype = (frozen or list(policy.parameters()))[0].dtype
+    return dtype
 
 
 def model_without_memory(name: str, *, dtype: str, trust_remote_code: bool, **others: Any) -> PreTrainedModel:

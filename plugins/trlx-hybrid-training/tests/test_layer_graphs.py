@@ -378,3 +378,7 @@ def test_layers_that_cannot_be_captured_run_without_graphs(passes, monkeypatch, 
             assert (passes.loss(of_seed(seed)) - plain).abs().max() < 0.02
             assert apart(taken(passes.model), theirs) < 0.02
     assert "run without CUDA graphs" in caplog.text
+    torch.cuda.manual_seed(0)
+    drawn = torch.rand(4, device="cuda")
+    torch.cuda.manual_seed(0)
+    assert torch.equal(torch.rand(4, device="cuda"), drawn)  # the failed capture has let go of the generator

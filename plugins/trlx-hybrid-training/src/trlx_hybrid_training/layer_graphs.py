@@ -184,6 +184,7 @@ class LayerGraphs:
             found = graph.compare(hidden, given)
         except (RuntimeError, NotImplementedError, AssertionError, ValueError) as error:
             found = str(error).partition("\n")[0]
+            _release_generator(hidden.device)
         if found is not None:
             self.refused = found
             self._graphs.clear()
@@ -447,3 +448,12 @@ def _changed(layers: Sequence[nn.Module]) -> str | None:
         if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
             return "hooks are to be called with a layer"
     return None
+
+
+def _release_generator(device: torch.device) -> None:
+    """Give a GPU's random number generator a copy of its state. After a capture that has failed, torch 2.11 takes the
+    old state for that of a capture, and each later draw raises "Offset increment outside graph capture"."""
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generator = torch.cuda.default_generators[index]
+        generator.graphsafe_set_state(generator.clone_state())

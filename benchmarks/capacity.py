@@ -34,13 +34,8 @@ SHAPES: dict[str, dict[str, Any]] = {  # Qwen2.5's, and Qwen3's 8B
     "32b": {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40}
     | {"num_key_value_heads": 8, "vocab_size": 152064},
 }
-TRL_SHARE = {
-    "tiny": 0.3,
-    "7b": 0.35,
-    "8b": 0.35,
-    "14b": 0.45,
-    "32b": 0.85,
-}  # what its engine needs: the weights, a few sequences
+TRL_SHARE = {"tiny": 0.3, "7b": 0.35, "8b": 0.35, "14b": 0.45, "32b": 0.85}
+"""The share of the GPU that TRL's engine needs: for the weights, and for a few sequences."""
 KINDS = ("trl", "hybrid")
 LORA_RANK = 16
 

@@ -48,7 +48,7 @@ def regrouped(trainer: StockTrainer, run: RunState, drawn: Rows) -> Rows:
     if shares_one_pass(trainer, run, drawn):
         return drawn
     micro_batches.number(drawn)
-    tokens = torch.cat([(micro["prompt_mask"].sum(1) + micro["completion_mask"].sum(1)) for micro in drawn])
+    tokens = torch.cat([micro_batches.row_lengths(micro) for micro in drawn])
     prompts = torch.cat([micro["prompt_ids"].masked_fill(micro["prompt_mask"] == 0, -1) for micro in drawn])
     return component_groups(run.session, drawn, prompts, tokens.tolist())
 
@@ -146,8 +146,8 @@ def naming_rows(trainer: StockTrainer, run: RunState) -> Iterator[None]:
 
 
 def _rows_told(trainer: StockTrainer, run: RunState, rows: dict[str, Any]) -> str:
-    args, masks = trainer.args, (rows[name].cpu() for name in ("prompt_mask", "completion_mask"))  # a full device
-    lengths = sum(mask.sum(1) for mask in masks)
+    masks = {name: rows[name].cpu() for name in ("prompt_mask", "completion_mask")}  # the device has no memory left
+    args, lengths = trainer.args, micro_batches.row_lengths(masks)
     number = f"{len(lengths)} rows" if len(lengths) > 1 else "1 row"
     told = [
         f"It was the loss of {number} with {int(lengths.sum())} tokens, {int(lengths.max())} of them in the longest "

@@ -196,6 +196,12 @@ def joinable(trainer: StockTrainer, micro_batch: dict[str, Any], done: int) -> l
     return ahead if ahead[0] is micro_batch and len(alike) == 1 else [micro_batch]
 
 
+def row_lengths(micro_batch: dict[str, Any]) -> Tensor:
+    """Return the number of prompt and completion tokens of each row of a micro-batch, (rows,)."""
+    lengths: Tensor = micro_batch["prompt_mask"].sum(1) + micro_batch["completion_mask"].sum(1)
+    return lengths
+
+
 def tokens_of(micro_batches: Sequence[dict[str, Any]]) -> list[int]:
     """Return the number of prompt and completion tokens of each micro-batch. Waits for the device once."""
     counts = [micro["prompt_mask"].sum() + micro["completion_mask"].sum() for micro in micro_batches]

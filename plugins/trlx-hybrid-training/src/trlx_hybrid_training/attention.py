@@ -328,12 +328,8 @@ def _with_long_rows(
         (1, N, heads, head size).
     """
     query, key, value = (tensor.to(_computed_in(query)) for tensor in (query, key, value))
-    queries = torch.split(query, list(segments), dim=2)
-    starts = [0, *accumulate(segments)]
-    outs: dict[int, Tensor] = {}
-    for row in long:
-        some = slice(starts[row], starts[row + 1])
-        outs[row] = _by_cudnn(queries[row], key[:, :, some], value[:, :, some], scaling).transpose(1, 2)
+    queries, keys, values = (torch.split(tensor, list(segments), dim=2) for tensor in (query, key, value))
+    outs = {row: _by_cudnn(queries[row], keys[row], values[row], scaling).transpose(1, 2) for row in long}
     if others := [row for row in range(len(segments)) if row not in outs]:
         rows = whole_rows(segments, prefixes, key.device, without=long)
         assert rows is not None

@@ -77,20 +77,21 @@ class HostInputs:
             return tensor
         self._last = weakref.ref(left)
         self._leaving.append((left.arrived, tensor))
-        while len(self._leaving) > AHEAD or (self._leaving and self._leaving[0][0] is None):
+        self._wait(AHEAD)
+        return left
+
+    def _wait(self, most: int) -> None:
+        """Wait until at most so many copies to the host are under way."""
+        while len(self._leaving) > most:
             arrived, _ = self._leaving.popleft()
             if arrived is not None:
                 arrived.synchronize()
-        return left
 
     def settle(self) -> None:
         """End a forward pass: wait until the copies to the host have ended, so that what they read is freed on the
         device."""
         self._last = None
-        while self._leaving:
-            arrived, _ = self._leaving.popleft()
-            if arrived is not None:
-                arrived.synchronize()
+        self._wait(0)
 
     def close(self) -> None:
         """Free the host memory; if a graph still uses it, as after an error, it is freed with that graph."""

@@ -268,15 +268,11 @@ class Recomputation:
         if whole is None:
             told = 1.0 if beside is None else min(1.0, MARGIN * beside / max(beside_tiles * tokens, 1))
             whole = int(by_width * tokens * told)
+        sizes = Layers(count=len(layers), inputs=self._input * tokens, whole=whole)
         if tokens <= rows * tiles.TILE or beside_tiles == by_width:  # nothing would be tiled
-            return Layers(count=len(layers), inputs=self._input * tokens, whole=whole)
-        return Layers(
-            count=len(layers),
-            inputs=self._input * tokens,
-            whole=whole,
-            tiled=min(whole, beside_tiles * tokens) if beside is None else beside,
-            tile=(by_width - beside_tiles) * rows * tiles.TILE,
-        )
+            return sizes
+        beside = min(whole, beside_tiles * tokens) if beside is None else beside
+        return replace(sizes, tiled=beside, tile=(by_width - beside_tiles) * rows * tiles.TILE)
 
     def _memory(self) -> Memory:
         """Return how many bytes of the device are free, and how many of these will be needed for something other than

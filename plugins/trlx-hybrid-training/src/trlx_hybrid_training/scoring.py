@@ -273,13 +273,8 @@ class Packed(Scoring):
             sizes = None if graphs is None else graphs.sizes(pack)
             if sizes is not None:
                 pack = pack.filled(sizes)
-            inputs = pack.inputs
-            if rows.experts is not None:
-                experts = rows.experts[number * rows.at_once : (number + 1) * rows.at_once]
-                inputs["experts"] = experts.flatten(0, 1)[pack.places][None]
-            if rows.support is not None:
-                kept = rows.support[number * rows.at_once : (number + 1) * rows.at_once]
-                inputs["support"] = kept.at(pack.places)
+            some = slice(number * rows.at_once, (number + 1) * rows.at_once)
+            inputs = pack.inputs | _beside(rows, some, pack)
             if ours:
                 inputs |= {"segments": pack.segments, "prefixes": pack.prefixes}
             if graphs is not None and sizes is not None:
@@ -437,10 +432,20 @@ def _alone(rows: Rows) -> Tensor:
         one = slice(number, number + 1)
         pack = Pack.of(rows.input_ids[one], rows.attention_mask[one], rows.completion_length)
         assert pack is not None
-        inputs: dict[str, Any] = {"input_ids": pack.input_ids, "position_ids": pack.position_ids}
-        if rows.experts is not None:
-            inputs["experts"] = rows.experts[one].flatten(0, 1)[pack.places][None]
-        if rows.support is not None:
-            inputs["support"] = replace(rows.support, bounds=rows.support.bounds[one]).at(pack.places)
+        inputs = {"input_ids": pack.input_ids, "position_ids": pack.position_ids} | _beside(rows, one, pack)
         found.append(pack.rows(rows.forward(pack.labels, **inputs).log_probs))
     return torch.cat(found)
+
+
+def _beside(rows: Rows, some: slice, pack: Pack) -> dict[str, Any]:
+    """Return what `Rows.forward` takes beside the model's own arguments: experts and support of a pack's tokens.
+
+    Args:
+        some: which of the rows the pack holds.
+    """
+    beside: dict[str, Any] = {}
+    if rows.experts is not None:
+        beside["experts"] = rows.experts[some].flatten(0, 1)[pack.places][None]
+    if rows.support is not None:
+        beside["support"] = rows.support[some].at(pack.places)
+    return beside

@@ -161,8 +161,8 @@ def _apart(stock: Callable[[Tensor], Any], part: Tensor) -> str | None:
 
 @contextmanager
 def _keeping_all(module: nn.Module) -> Iterator[None]:
-    """Return a context without dropout. Other layers stay in training mode, since out of it bitsandbytes packs weights
-    on a CPU anew."""
+    """Return a context without dropout. Other modules stay in training mode, in which `noise` finds what they draw, and
+    bitsandbytes keeps weights on a CPU as they are."""
     drops = [m for m in module.modules() if isinstance(m, nn.Dropout) and m.training]
     for drop in drops:
         drop.training = False

@@ -1,14 +1,27 @@
 """A generation batch is read once, and equal prompts are tokenised once: the run is the same, and its reader is asked
 less often."""
 
+import math
+from types import SimpleNamespace
+
 import pytest
 import torch
 import trl
 import trlx_hybrid
+from accelerate.data_loader import prepare_data_loader
 from datasets import Dataset
+from torch.utils.data import DataLoader
+from trl.trainer.utils import repeat_iterable_dataset
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.trl.generation.prompts import plain, tokenised
-from trlx_hybrid.trl.generation.repeated_batches import CollatedOnce, ReadOnce, Repeated, begin_epoch, whole
+from trlx_hybrid.trl.generation.repeated_batches import (
+    CollatedOnce,
+    ReadOnce,
+    Repeated,
+    begin_epoch,
+    warn_of_shards,
+    whole,
+)
 
 GRPO = trlx_hybrid.GRPOTrainer
 FOUR = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
@@ -131,3 +144,35 @@ def test_only_texts_are_compared():
     assert plain(["a", [{"role": "user", "content": "b"}, {"role": "assistant", "content": None}]])
     assert plain([[{"role": "assistant", "tool_calls": []}]])
     assert not plain([[{"role": "user", "content": [{"type": "image", "image": object()}]}]])
+
+
+@pytest.mark.parametrize(("world", "repeats"), [(1, 4), (2, 1), (2, 3), (2, 4), (3, 2), (4, 6)])
+@pytest.mark.parametrize("shards", [1, 4])
+def test_prompts_that_ranks_never_read_from_their_shards_are_told(world, repeats, shards):
+    """One prompt of each rank in a batch, read as accelerate lets the ranks read it."""
+    dataset = Dataset.from_dict({"at": range(48)}).to_iterable_dataset(num_shards=shards)
+    stream = repeat_iterable_dataset(dataset, 1, world, repeats)
+    read = [
+        row["at"]
+        for rank in range(world)
+        for batch in [
+            *prepare_data_loader(
+                DataLoader(stream, 1, collate_fn=list),
+                num_processes=world,
+                process_index=rank,
+                put_on_device=False,
+                dispatch_batches=False,
+            )
+        ][::repeats]
+        for row in batch
+    ]
+    said = []
+    run = SimpleNamespace(say_once=lambda key, text, *values: said.append(text % values))
+    accelerator = SimpleNamespace(num_processes=world, split_batches=False)
+    args = SimpleNamespace(steps_per_generation=repeats, gradient_accumulation_steps=repeats)
+    warn_of_shards(SimpleNamespace(accelerator=accelerator, args=args), run, dataset)
+    lost = math.gcd(world, repeats) if shards >= world else 1
+    assert len({*read}) == 48 // lost
+    assert len(read) == 48
+    beginning = f"One in {lost} prompts of train_dataset is trained, and each of these {lost} times."
+    assert [text[: len(beginning)] for text in said] == [beginning] * (lost > 1)

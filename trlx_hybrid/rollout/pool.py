@@ -28,7 +28,7 @@ class PooledGroup:
 
     Attributes:
         number: the number of groups of this rank that began before it; their seeds are made from it.
-        index: the number of the prompt's row in the dataset.
+        index: the number of the prompt's row in the dataset, or in what was read of an iterable one.
         prompt_ids: token ids of the prompt.
         due: the number of the batch that trains it at the latest.
         rows: its completions or conversations.

@@ -423,13 +423,6 @@ IN_FLIGHT = Option(
             "a model with images", lambda f: _where(getattr(f.trainer, "_is_vlm", False), "its model takes images")
         ),
         Refusal(
-            "an iterable training dataset",
-            lambda f: _where(
-                f.streamed,
-                "its training dataset is iterable, and is not read ahead. Load it as a `datasets.Dataset`",
-            ),
-        ),
-        Refusal(
             "an algorithm that samples other prompts",
             lambda f: _where(
                 f.trainer.session.algorithms.filters or f.trainer.session.algorithms.draws,

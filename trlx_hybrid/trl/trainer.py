@@ -192,7 +192,10 @@ class HybridTrainer(Base):
             run.window.joined = None
 
     def _get_dataloader(self, dataset: Any, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
-        with repeated_batches.read_once(self, self._run if is_training else None, dataset) as read:
+        run = self._run if is_training else None
+        if run is not None:
+            repeated_batches.warn_of_shards(self, run, dataset)
+        with repeated_batches.read_once(self, run, dataset) as read:
             return super()._get_dataloader(read, *args, is_training=is_training, **kwargs)
 
     def _init_training_state(
@@ -229,7 +232,7 @@ class HybridTrainer(Base):
         repeated_batches.begin_epoch(loader)
         run.order.begin_epoch(self, kwargs["epoch"], loader, trained)
         if run.in_flight is not None:
-            run.in_flight.begin_epoch(self, loader, trained)
+            run.in_flight.begin_epoch(self, kwargs["epoch"], loader, trained)
         super()._run_epoch(*args, **kwargs)
 
     # --- an optimizer step --------------------------------------------------------------------------------------------

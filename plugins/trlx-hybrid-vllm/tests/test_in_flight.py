@@ -9,16 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
+from datasets import Dataset, IterableDataset
 from hypothesis import given as drawn
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
-from trl.trainer.utils import RepeatSampler
+from trl.trainer.utils import RepeatSampler, repeat_iterable_dataset
 from trlx_hybrid import GRPOTrainer
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
-from trlx_hybrid.trl.generation.in_flight import PromptOrder
+from trlx_hybrid.trl.generation.prompt_order import IndexedOrder, StreamedOrder
 from trlx_hybrid.trl.scoring.divergence import thirds
 from trlx_hybrid_trajectories.record import read
 
@@ -34,6 +35,13 @@ SETTINGS = {
     "generation_kwargs": {"stop_token_ids": ENDS},
     "loss_type": "grpo",
 }
+
+
+class Unpicklable:
+    """A connection."""
+
+    def __deepcopy__(self, memo):
+        raise TypeError("it is open")
 
 
 class GeneratorKept(TrainerCallback):
@@ -130,11 +138,18 @@ def test_rows_are_short_medium_or_long_among_those_of_all_ranks():
 
 @pytest.mark.parametrize(
     ("rows", "given"),
-    [(16, {}), (5, {}), (5, {"dataloader_drop_last": True, "max_steps": -1, "num_train_epochs": 3})],
-    ids=["within an epoch", "over three epochs", "three epochs without a last batch that is not full"],
+    [
+        (16, {}),
+        (5, {}),
+        (5, {"dataloader_drop_last": True, "max_steps": -1, "num_train_epochs": 3}),
+        (5, {"streams": True}),
+    ],
+    ids=["within an epoch", "over three epochs", "three epochs without a last batch that is not full", "a stream"],
 )
 def test_every_row_is_trained_once(run, tmp_path, prompts, rows, given):
-    dataset = {"train_dataset": prompts.select(range(rows)), **given}
+    chosen = prompts.select(range(rows))
+    given = dict(given)
+    dataset = {"train_dataset": chosen.to_iterable_dataset() if given.pop("streams", False) else chosen, **given}
     done, batches, _ = in_flight(run, tmp_path, **dataset)
     usual = run(GRPOTrainer, hybrid={"engine": "vllm"}, **SETTINGS | dataset)
     assert sorted(done.recorder.prompts) == sorted(usual.recorder.prompts)
@@ -142,9 +157,13 @@ def test_every_row_is_trained_once(run, tmp_path, prompts, rows, given):
     assert all(len(batch) == 8 for batch in batches)
 
 
-@pytest.mark.parametrize(("step", "rows"), [(1, 16), (3, 16), (5, 16), (3, 5)])
-def test_a_resumed_run_goes_on_to_the_token(run, tmp_path, prompts, step, rows):
-    saving = {"save_strategy": "steps", "save_steps": 1, "train_dataset": prompts.select(range(rows))}
+@pytest.mark.parametrize(
+    ("step", "rows", "streams"), [(1, 16, False), (3, 16, False), (5, 16, False), (3, 5, False), (3, 5, True)]
+)
+def test_a_resumed_run_goes_on_to_the_token(run, tmp_path, prompts, step, rows, streams):
+    dataset = prompts.select(range(rows))
+    dataset = dataset.to_iterable_dataset(num_shards=2) if streams else dataset
+    saving = {"save_strategy": "steps", "save_steps": 1, "train_dataset": dataset}
     whole, batches, _ = in_flight(run, tmp_path, "whole", **saving)
     weights = whole.weights()
     whole.close()
@@ -155,28 +174,84 @@ def test_a_resumed_run_goes_on_to_the_token(run, tmp_path, prompts, step, rows):
     assert all(torch.equal(value, weights[name]) for name, value in again.weights().items())
 
 
-@examples(max_examples=50)
-@drawn(
-    st.fixed_dictionaries(
-        {name: st.integers(1, 3) for name in ("groups", "completions", "world", "repeats")}
-        | {"rows": st.integers(9, 20), "drop_last": st.booleans(), "rank": st.integers(0, 2)}
-    )
+LOADERS = st.fixed_dictionaries(
+    {name: st.integers(1, 3) for name in ("groups", "completions", "world", "repeats")}
+    | {"rows": st.integers(9, 20), "drop_last": st.booleans(), "rank": st.integers(0, 2)}
 )
+
+
+def prepared(plan, dataset, **given):
+    """The loader of one rank, as transformers and accelerate make it."""
+    whole = DataLoader(
+        dataset, plan["groups"] * plan["completions"], drop_last=plan["drop_last"], collate_fn=list, **given
+    )
+    rank = plan["rank"] % plan["world"]
+    return prepare_data_loader(
+        whole, num_processes=plan["world"], process_index=rank, put_on_device=False, dispatch_batches=False
+    )
+
+
+@examples(max_examples=50)
+@drawn(LOADERS)
 def test_prompts_are_read_ahead_in_the_loaders_order(plan):
     """On each rank, over epochs whose last batch would not be full."""
-    rank, completions, of_rank = plan["rank"] % plan["world"], plan["completions"], plan["groups"] * plan["completions"]
+    groups, completions, repeats = plan["groups"] * plan["world"], plan["completions"], plan["repeats"]
 
     def loader():
-        groups = plan["groups"] * plan["world"]
-        sampler = RepeatSampler(range(plan["rows"]), completions, groups, plan["repeats"], seed=1)
-        whole = DataLoader(range(plan["rows"]), of_rank, sampler=sampler, drop_last=plan["drop_last"], collate_fn=list)
-        return prepare_data_loader(whole, num_processes=plan["world"], process_index=rank, put_on_device=False)
+        dataset = range(plan["rows"])
+        return prepared(plan, dataset, sampler=RepeatSampler(dataset, completions, groups, repeats, seed=1))
 
     usual = loader()
-    wanted = [row for _ in range(3) for batch in [*usual][:: plan["repeats"]] for row in batch[::completions]]
-    order = PromptOrder(loader(), completions, plan["repeats"])
+    wanted = [row for _ in range(3) for batch in [*usual][::repeats] for row in batch[::completions]]
+    order = IndexedOrder(range(plan["rows"]), loader(), completions, repeats)
     assert [next(order) for _ in wanted] == wanted
-    assert len(wanted) == 3 * (plan["rows"] // (plan["groups"] * plan["world"])) * plan["groups"]
+    assert len(wanted) == 3 * (plan["rows"] // groups) * plan["groups"]
+
+
+@examples(max_examples=50)
+@drawn(LOADERS, st.data())
+def test_a_stream_is_read_ahead_in_the_loaders_order(plan, draw):
+    """While the loader reads it, on each rank, shuffled anew in each epoch; and on from any place that was saved."""
+    groups, completions, repeats = plan["groups"] * plan["world"], plan["completions"], plan["repeats"]
+    rows = Dataset.from_dict({"at": range(plan["rows"])}).to_iterable_dataset(num_shards=3 if plan["world"] == 1 else 1)
+    rows = rows.shuffle(1, buffer_size=4)
+    loader = prepared(plan, repeat_iterable_dataset(rows, completions, groups, repeats))
+    of_rank = plan["groups"] * completions
+
+    def new(epoch):
+        return StreamedOrder(loader, of_rank, completions, repeats, epoch)
+
+    order, wanted, found, saved = new(0), [], [], []
+    pending = draw.draw(st.sets(st.integers(0, 20)))
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        for at, batch in enumerate(loader):
+            if at % repeats == 0:
+                wanted += [row["at"] for row in batch[::completions]]
+                for _ in range(plan["groups"]):
+                    found.append(order.row(next(order))["at"])
+                    saved.append(copy.deepcopy(order.state()))
+    assert found == wanted
+    assert len(wanted) == 3 * (plan["rows"] // groups) * plan["groups"]
+
+    at = draw.draw(st.integers(0, len(saved) - 1))
+    again = new(saved[at]["first"] + len(saved[at]["ends"]))
+    again.load_state(saved[at], pending)
+    assert [again.row(next(again))["at"] for _ in wanted[at + 1 :]] == wanted[at + 1 :]
+    for number in pending & {*range(at + 1)}:
+        assert again.row(number)["at"] == wanted[number]
+
+
+def test_a_stream_that_cannot_be_read_ahead_is_refused_by_name():
+    def unlike(plan, dataset):
+        return StreamedOrder(prepared(plan, dataset), 2, 1, 1, 0)
+
+    plan = {"groups": 2, "completions": 1, "world": 1, "drop_last": False, "rank": 0}
+    held = IterableDataset.from_generator(lambda opened: iter(()), gen_kwargs={"opened": Unpicklable()})
+    with pytest.raises(ConfigError, match=r"cannot be copied to read them.*Open files and connections inside"):
+        unlike(plan, held)
+    with pytest.raises(ConfigError, match="Epoch 0 of the iterable training dataset has no whole batch of prompts"):
+        next(unlike(plan, IterableDataset.from_generator(lambda: iter(()))))
 
 
 def test_without_staleness_each_batch_is_sampled_to_its_end(run):
@@ -268,9 +343,13 @@ def test_what_it_cannot_serve_is_refused_before_an_engine_is_built(run, tmp_path
         in_flight(run, tmp_path, train=False, **given)
 
 
-@pytest.mark.parametrize("size", [1, 2], ids=["an engine on each", "one engine over both"])
-def test_two_ranks(run, tmp_path, two_processes, size):
-    ranks = two_processes(Path(__file__).parent / "scripts" / "in_flight_distributed.py", size)
+@pytest.mark.parametrize(
+    ("size", "dataset"),
+    [(1, "indexed"), (1, "streamed"), (2, "indexed")],
+    ids=["an engine on each", "an engine on each, a stream", "one engine over both"],
+)
+def test_two_ranks(run, tmp_path, two_processes, size, dataset):
+    ranks = two_processes(Path(__file__).parent / "scripts" / "in_flight_distributed.py", size, dataset)
     for rank in ranks:
         assert [len(batch) for batch in rank["whole"]] == [8] * 6
         ages = [

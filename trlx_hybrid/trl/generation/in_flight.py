@@ -1,17 +1,15 @@
 """Rows that stay in flight over several optimizer steps: batches are taken from a pool of groups (rollout/pool.py).
 
 TRL's data loader yields one batch of prompts at a time, and a pool begins groups of later batches. So their prompts are
-read ahead, from a copy of the loader's sampler. The batch that TRL gets then has other rows than its loader yielded,
-as with dynamic sampling; over the run, both have the same rows, in the same order of beginning.
+read ahead (prompt_order.py). The batch that TRL gets then has other rows than its loader yielded, as with dynamic
+sampling; over the run, both have the same rows, in the same order of beginning.
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
 import logging
 import math
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,15 +27,10 @@ from ...rollout.pool import Pool, PooledGroup, PoolRollout
 from ...rollout.sampler import refuse_empty, refuse_long
 from ...rollout.seeding import preserved_generators
 from ..arguments import rows_of_a_batch
-from ..checkpoint.data_order import (
-    micro_batches_of_a_rollout,
-    nested_samplers,
-    read_file,
-    sampler_generators,
-    write_file,
-)
+from ..checkpoint.data_order import micro_batches_of_a_rollout, read_file, write_file
 from ..refusals import IN_FLIGHT, Facts
 from .pooled_conversations import PooledConversations
+from .prompt_order import IndexedOrder, PromptOrder, StreamedOrder
 from .tool_calling import refuse_text
 
 if TYPE_CHECKING:
@@ -49,61 +42,11 @@ logger = logging.getLogger(__name__)
 BY_TOKEN_RATIO = "token_truncate"
 """The mode of TRL's importance-sampling correction in which each token has its own ratio, cut at an upper bound."""
 
+ITERABLE = "an iterable train_dataset"
+"""The name of a setting that older checkpoints do not have; it was False then."""
+
 FILE = "trlx_hybrid_in_flight_{rank}.pt"
 """The file in a checkpoint with one rank's pool."""
-
-
-class PromptOrder:
-    """The numbers of this rank's dataset rows in the order in which TRL's data loader yields them, epoch after epoch.
-    It reads ahead of the loader, and does not change the loader's random generators.
-
-    Args:
-        loader: the training data loader, before the epoch in which the order begins.
-        completions: the number of completions of a group, by which each row is repeated.
-        repeats: how often the loader yields each batch.
-    """
-
-    def __init__(self, loader: Any, completions: int, repeats: int) -> None:
-        shared = {
-            id(part.data_source): part.data_source for part in nested_samplers(loader) if hasattr(part, "data_source")
-        }
-        self._sampler = copy.deepcopy(loader.batch_sampler, shared)
-        self._completions, self._repeats = completions, repeats
-        self._begin_epoch()
-
-    def __next__(self) -> int:
-        """Return the number of the dataset row of the next group."""
-        row = next(self._rows, None)
-        if row is None:
-            self._begin_epoch()
-            row = next(self._rows)
-        self._taken += 1
-        return row
-
-    def _begin_epoch(self) -> None:
-        self._begin = [generator.get_state() for generator in sampler_generators(self._sampler)]
-        self._taken = 0
-        self._rows = self._epoch()
-
-    def _epoch(self) -> Iterator[int]:
-        for batch in itertools.islice(self._sampler, 0, None, self._repeats):
-            yield from batch[:: self._completions]
-
-    def skip(self, groups: int) -> None:
-        """Leave out the next groups, which were trained before."""
-        for _ in range(groups):
-            next(self)
-
-    def state(self) -> dict[str, Any]:
-        """Return the position, for a checkpoint: states before the epoch, and groups taken in it."""
-        return {"begin": self._begin, "taken": self._taken}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go to the position that `state` returned."""
-        for generator, begin in zip(sampler_generators(self._sampler), state["begin"], strict=True):
-            generator.set_state(begin)
-        self._begin_epoch()
-        self.skip(state["taken"])
 
 
 class InFlight:
@@ -116,6 +59,7 @@ class InFlight:
         completions: the number of completions of a group.
         steps: the number of optimizer steps that are trained on each batch.
         converses: whether the rows are conversations with tools, which the rollout component plays.
+        streamed: whether the training dataset is iterable.
     """
 
     def __init__(
@@ -126,6 +70,7 @@ class InFlight:
         completions: int,
         steps: int,
         converses: bool = False,
+        streamed: bool = False,
     ) -> None:
         self._session, self._completions, self._steps, self._converses = session, completions, steps, converses
         self._in_flight = options.rows_at_a_time(rows)
@@ -137,6 +82,7 @@ class InFlight:
             "num_generations": completions,
             "ranks": session.ranks.world,
             "tools": converses,
+            ITERABLE: streamed,
         }
         self._rollout: tuple[PoolRollout, ExitStack] | None = None  # on engines that sample while the trainer trains
         self.start(None)
@@ -171,10 +117,11 @@ class InFlight:
         if found is None:
             return None
         for name, here in self._settings.items():
-            if found["settings"][name] != here:
+            then = {ITERABLE: False, **found["settings"]}[name]
+            if then != here:
                 raise ConfigError(
-                    f"{checkpoint} has rows in flight of a run with {name}={found['settings'][name]}, and this run has "
-                    f"{here}. Resume with {name}={found['settings'][name]}, or leave max_staleness out of "
+                    f"{checkpoint} has rows in flight of a run with {name}={then}, and this run has "
+                    f"{here}. Resume with {name}={then}, or leave max_staleness out of "
                     "rollout_options: then these rows are dropped, and a later checkpoint can be resumed with any."
                 )
         if own is None:
@@ -184,23 +131,27 @@ class InFlight:
             )
         return found
 
-    def begin_epoch(self, trainer: StockTrainer, loader: Any, trained: int) -> None:
+    def begin_epoch(self, trainer: StockTrainer, epoch: int, loader: Any, trained: int) -> None:
         """Begin to read ahead, if this is the first epoch of a training run, or go on where the checkpoint was written.
 
         Args:
+            epoch: number of the epoch.
             loader: the training data loader, at the beginning of the epoch.
             trained: the number of the epoch's micro-batches that are not read again.
         """
         if self._order is not None:
             return
-        repeats = micro_batches_of_a_rollout(trainer)
-        self._order = PromptOrder(loader, self._completions, repeats)
+        repeats, completions = micro_batches_of_a_rollout(trainer), self._completions
+        if self._settings[ITERABLE]:
+            self._order = StreamedOrder(loader, self._size * completions, completions, repeats, epoch)
+        else:
+            self._order = IndexedOrder(trainer.train_dataset, loader, completions, repeats)
         state, self._resumed = self._resumed, None
         if state is None:
             self._order.skip(math.ceil(trained / repeats) * self._size)  # the rest of the last batch is kept
             return
         self._pool.load_state(state["pool"])
-        self._order.load_state(state["order"])
+        self._order.load_state(state["order"], {group.index for group in self._pool.groups})
 
     def save(self, folder: Path) -> None:
         """Write this rank's pool into a checkpoint's folder. Engines that sample while the trainer trains stop, and go
@@ -245,9 +196,11 @@ class InFlight:
             [age for ages, mask in zip(staleness, sampled, strict=True) for age in itertools.compress(ages, mask)]
         )
         of_dataset: Rows = []
+        assert self._order is not None
         for group in chosen:
-            row = {name: value for name, value in trainer.train_dataset[group.index].items() if name in columns}
+            row = {name: value for name, value in self._order.row(group.index).items() if name in columns}
             of_dataset += [copied(row) for _ in group.rows]
+        self._order.forget([group.index for group in chosen])
         return of_dataset, staleness
 
     def _completed(self, trainer: StockTrainer) -> list[PooledGroup]:
@@ -311,7 +264,7 @@ class InFlight:
             return None
         assert self._order is not None
         index = next(self._order)
-        prompts = [copied(trainer.train_dataset[index]["prompt"])]
+        prompts = [copied(self._order.row(index)["prompt"])]
         if self._converses:
             refuse_text(prompts)
         prompt_ids = trainer._tokenize_prompts(prompts)[0]
@@ -355,7 +308,8 @@ def in_flight_of(trainer: StockTrainer, session: Session) -> InFlight | None:
     options = None if choice is None else choice.options
     if not isinstance(options, SingleTurnOptions) or not options.max_staleness:
         return None
-    reason = IN_FLIGHT.refused(Facts.of(trainer, session.selection))
+    facts = Facts.of(trainer, session.selection)
+    reason = IN_FLIGHT.refused(facts)
     if reason is not None:
         raise ConfigError(
             f"HybridConfig.rollout_options max_staleness={options.max_staleness} cannot serve this run: {reason}. "
@@ -369,8 +323,15 @@ def in_flight_of(trainer: StockTrainer, session: Session) -> InFlight | None:
             f"optimizer steps, so a row that stays in flight is used up to {2 * steps - 1} steps after it began. Give "
             f"max_staleness={2 * steps - 1} or more, or 0."
         )
-    converses = bool(getattr(trainer, "tools", None))
-    return InFlight(session, options, rows_of_a_batch(args), trainer.num_generations, steps, converses)
+    return InFlight(
+        session,
+        options,
+        rows_of_a_batch(args),
+        trainer.num_generations,
+        steps,
+        converses=bool(getattr(trainer, "tools", None)),
+        streamed=facts.streamed,
+    )
 
 
 def stale(staleness: list[list[int]], like: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ others are `Repeated`, an object that these functions pass on unseen, and it tak
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import datasets
 from accelerate.utils import send_to_device
 
+from ..checkpoint.data_order import micro_batches_of_a_rollout
 from ..refusals import overriding
 
 if TYPE_CHECKING:
@@ -129,6 +131,30 @@ def read_once(trainer: StockTrainer, run: RunState | None, dataset: Any) -> Iter
         yield ReadOnce(dataset)
     finally:
         trainer.data_collator = own
+
+
+def warn_of_shards(trainer: StockTrainer, run: RunState, dataset: Any) -> None:
+    """Warn where ranks have shards of an iterable training dataset of their own, of which some prompts are never read.
+
+    TRL repeats whole batches of all ranks in the stream. A rank that reads a shard by itself takes the same part of a
+    batch each time, unless the number of repeats and the number of ranks have no common divisor.
+
+    Source: trl 1.16, `repeat_iterable_dataset`; accelerate 1.15, `prepare_data_loader`.
+    """
+    accelerator = trainer.accelerator
+    common = math.gcd(micro_batches_of_a_rollout(trainer), accelerator.num_processes)
+    sharded = getattr(dataset, "n_shards", 1) >= accelerator.num_processes and not accelerator.split_batches
+    if isinstance(dataset, datasets.IterableDataset) and common > 1 and sharded:
+        run.say_once(
+            "shards",
+            "One in %d prompts of train_dataset is trained, and each of these %d times. It has %d shards, so each of "
+            "the %d ranks reads its own, in which TRL repeats the batches of all ranks. Give it fewer shards than "
+            "ranks (`to_iterable_dataset(num_shards=1)`), or load it as a `datasets.Dataset`.",
+            common,
+            common,
+            dataset.n_shards,
+            accelerator.num_processes,
+        )
 
 
 def begin_epoch(loader: Any) -> None:

@@ -1,7 +1,7 @@
 """Started by test_in_flight.py on each of two ranks: rows in flight with one engine over both, or one on each.
 
 Each rank writes its trajectories of a whole run, and of one that resumes in its middle, as JSON:
-in_flight_distributed.py FOLDER TENSOR_PARALLEL_SIZE
+in_flight_distributed.py FOLDER TENSOR_PARALLEL_SIZE DATASET, which is "indexed" or "streamed"
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from tests.support.in_flight import Trajectories
 RANK = int(os.environ["RANK"])
 
 
-def trained(folder, name, size, resume=None):
+def trained(folder, name, size, streamed, resume=None):
     tokenizer, kept = character_tokenizer(), Trajectories()
     settings = tiny_grpo(
         folder / name,
@@ -33,28 +33,28 @@ def trained(folder, name, size, resume=None):
         save_strategy="steps",
         save_steps=3,
     )
+    dataset = sorting_prompts()
     trainer = trlx_hybrid.GRPOTrainer(
         model=tiny_model(),
         args=GRPOConfig(**settings),
-        train_dataset=sorting_prompts(),
+        train_dataset=dataset.to_iterable_dataset() if streamed else dataset,
         processing_class=tokenizer,
         reward_funcs=lambda completion_ids, **columns: [len(set(ids)) / 10 for ids in completion_ids],
         hybrid={"engine": "vllm", "rollout_options": {"max_staleness": 2}},
         plugins=[kept],
     )
     trainer.train(resume_from_checkpoint=resume)
-    prompts = [trainer.train_dataset[i]["prompt"] for i in range(len(trainer.train_dataset))]
     trainer.session.close()
     return [[dataclasses.asdict(one) for one in batch] for batch in kept.batches], [
-        tokenizer(prompt)["input_ids"] for prompt in prompts
+        tokenizer(prompt)["input_ids"] for prompt in dataset["prompt"]
     ]
 
 
-def main(folder, size):
-    whole, prompts = trained(folder, "whole", size)
-    resumed, _ = trained(folder, "resumed", size, str(folder / "whole" / "checkpoint-3"))
+def main(folder, size, streamed):
+    whole, prompts = trained(folder, "whole", size, streamed)
+    resumed, _ = trained(folder, "resumed", size, streamed, str(folder / "whole" / "checkpoint-3"))
     (folder / f"rank{RANK}.json").write_text(json.dumps({"whole": whole, "resumed": resumed, "prompts": prompts}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "streamed")

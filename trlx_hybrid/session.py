@@ -82,7 +82,7 @@ class Session:
             scores.
         experts: with router replay, one int16 array (tokens, layers, experts per token) for each row sampled last: the
             experts that the engine routed its tokens to.
-        sampled: completions or conversations of the batch that TRL is about to ask for, where rows stay in flight.
+        sampled: rows of the batch that TRL is about to ask for, where rows stay in flight.
         endings: how the completions of the current rollout ended.
         over_support: whether log-probs are computed over only those token ids that top-k, top-p and the like have left:
             completions must then list these ids (`Completion.support`).
@@ -156,7 +156,7 @@ class Session:
         self.router_replay: RouterReplay | None = None
         self.positions: Positions | None = None
         self.experts: list[npt.NDArray[np.int16]] = []
-        self.sampled: list[Completion] | list[Conversation] | None = None
+        self.sampled: list[Any] | None = None
         self.endings = Endings()
         self.over_support, self.supports = over_support, Supports()
         self._left = False

@@ -65,6 +65,18 @@ async def rewrites(base_url, row):
     return float(sum(map(len, said)))
 
 
+async def doubts(base_url, row):
+    """Asks again, up to twice, according to the question."""
+    client, said = CLIENT.with_options(base_url=base_url), list(row["prompt"])
+    turns, turn = len(row["prompt"][0]["content"]) % 3 + 1, 0
+    while turn < turns:
+        done = await client.chat.completions.create(model="any", messages=said)
+        text = done.choices[0].message.content or ""
+        said += [{"role": "assistant", "content": text}, {"role": "user", "content": f"sure? {len(text)}"}]
+        turn += 1
+    return float(turns)
+
+
 async def counts(base_url, row):
     """Asks how many tokens its messages have, and then for the next one."""
     client = MESSAGES.with_options(base_url=base_url.removesuffix("/v1"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from asyncio import AbstractEventLoop
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from .types import Completion, Request
 
@@ -106,8 +106,8 @@ class Conversation:
         unparsed: why the last turn is plain text: the exception of `Dialogue.parse`; None where the turn was parsed.
         failure: why the conversation broke off, or None.
         finish_reason: how the last turn ended, see `Completion`.
-        weight_versions: the version of the weights that sampled each token, or, of observed tokens, the version when
-            they were observed; empty where one version sampled all.
+        weight_versions: the version of the weights that sampled each token; observed tokens have that of the token
+            before them. Empty where one version sampled all.
     """
 
     completion_ids: list[int] = field(default_factory=list)
@@ -131,6 +131,7 @@ class Conversation:
         self.completion_ids += completion.token_ids
         self.finish_reason = completion.finish_reason
         self.loss_mask += [1] * len(completion.token_ids)
+        self.weight_versions += completion.weight_versions or []
         if completion.logprobs is not None:
             self.logprobs = (self.logprobs or []) + [candidates[0] for candidates in completion.logprobs]
 
@@ -139,6 +140,7 @@ class Conversation:
         self._go_on(None, len(token_ids))
         self.completion_ids += token_ids
         self.loss_mask += [0] * len(token_ids)
+        self.weight_versions += self.weight_versions[-1:] * len(token_ids)
         if self.logprobs is not None:
             self.logprobs += [0.0] * len(token_ids)
 
@@ -210,6 +212,7 @@ class PooledRow:
             logprobs=[[logprob] for logprob in self.logprobs],
             logprob_token_ids=[[token] for token in self.token_ids],
             finish_reason=self.finish_reason,
+            weight_versions=self.versions,
         )
 
 
@@ -238,9 +241,8 @@ class PooledConversation:
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> PooledConversation:
         """Return the conversation that a checkpoint holds as plain data."""
-        turns = [Turn(**turn) for turn in state["conversation"]["turns"]]
-        conversation = Conversation(**{**state["conversation"], "turns": turns})
-        return cls(**{**state, "conversation": conversation, "turn": PooledRow(**state["turn"])})
+        conversation, turn = _restored(state["conversation"]), PooledRow(**state["turn"])
+        return cls(**{**state, "conversation": conversation, "turn": turn})
 
     @property
     def tokens(self) -> int:
@@ -248,39 +250,97 @@ class PooledConversation:
         return len(self.conversation.completion_ids) + self.turn.tokens
 
 
-class ConversationPool(Protocol):
-    """The conversations of this rank that stay in flight over several rollouts, as a rollout component sees them in
-    `Rollout.play`. The object is the same in all rollouts of a training run, and another one in the next."""
+@dataclass(slots=True, eq=False)
+class PooledEpisode:
+    """One episode of a `rollout_func` that is played in one or several rollouts. What its environment or agent knows is
+    in this process only, so a checkpoint keeps the episodes that are over, and the others begin anew.
+
+    Attributes:
+        prompt_ids: token ids of its prompt; empty until it is over.
+        conversation: what was said; None until it is over.
+        reward: the reward of its environment or agent; None where there is none.
+        branches: for each later branch, where it begins in the completion, and the number of its prompt's tokens.
+        sampled: the number of tokens that were sampled so far.
+        seconds: wall time of its rollouts so far, in seconds.
+    """
+
+    prompt_ids: list[int] = field(default_factory=list)
+    conversation: Conversation | None = None
+    reward: float | None = None
+    branches: list[tuple[int, int]] = field(default_factory=list)
+    sampled: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any]) -> PooledEpisode:
+        """Return the episode that a checkpoint holds as plain data, if it is over; else one that begins."""
+        if state["conversation"] is None:
+            return cls()
+        return cls(**{**state, "conversation": _restored(state["conversation"])})
 
     @property
-    def limits(self) -> Limits:
-        """The limits of each conversation."""
+    def over(self) -> bool:
+        """True where it has ended."""
+        return self.conversation is not None
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that were sampled so far."""
+        return self.sampled
+
+
+def _restored(state: Mapping[str, Any]) -> Conversation:
+    """Return the conversation that a checkpoint holds as plain data."""
+    return Conversation(**{**state, "turns": [Turn(**turn) for turn in state["turns"]]})
+
+
+PooledT = TypeVar("PooledT")
+"""The class of a pool's rows."""
+
+
+class RowPool(Protocol[PooledT]):
+    """The rows of this rank that stay in flight over several rollouts. The object is the same in all rollouts of a
+    training run, and another one in the next."""
 
     @property
     def in_flight(self) -> int:
-        """The number of conversations that are played at a time, those that wait for tools included."""
+        """The number of rows that are played at a time, those that wait for tools included."""
 
     @property
     def version(self) -> int:
         """The version of the weights that sample in this rollout."""
 
-    def unfinished(self) -> Sequence[PooledConversation]:
-        """Return the conversations that are not over, in the order in which they are to be played."""
+    def unfinished(self) -> Sequence[PooledT]:
+        """Return the rows that are not over, in the order in which they are to be played."""
 
-    def begin(self) -> Sequence[PooledConversation]:
-        """Begin the conversations of the next prompt, and return them; none where no further ones may begin in this
-        rollout."""
+    def begin(self) -> Sequence[PooledT]:
+        """Begin the rows of the next prompt, and return them; none where no further ones may begin in this rollout."""
+
+    def request(self, row: PooledT) -> RequestMaker:
+        """Return a function that makes the engine's requests for a row. For a conversation, it has one seed for each
+        value of `PooledConversation.requests`; for an episode, one for each turn."""
+
+    def batch(self) -> Sequence[PooledT] | None:
+        """Return the rows of the batch, all over; None where the rollout has to go on. They may be others when further
+        rows are over. Those of the moment at which the rollout ends are trained."""
+
+
+class ConversationPool(RowPool[PooledConversation], Protocol):
+    """The conversations of this rank that stay in flight, as a rollout component sees them in `Rollout.play`."""
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of each conversation."""
 
     def dialogue(self, row: PooledConversation) -> Dialogue:
         """Return the prompt and the tools of a conversation, for this rollout."""
 
-    def request(self, row: PooledConversation) -> RequestMaker:
-        """Return a function that makes the engine's requests for a conversation. It has one seed for each value of
-        `PooledConversation.requests`."""
 
-    def batch(self) -> Sequence[PooledConversation] | None:
-        """Return the conversations of the batch, all over; None where the rollout has to go on. They may be others when
-        further conversations are over. Those of the moment at which `Rollout.play` returns are trained."""
+class EpisodePool(RowPool[PooledEpisode], Protocol):
+    """The episodes of this rank that stay in flight, as a `rollout_func` sees them in its method `play`."""
+
+    def given(self, row: PooledEpisode) -> tuple[int, dict[str, Any]]:
+        """Return an episode's number in the run, and a copy of its row of the dataset, which has a prompt."""
 
 
 RequestMaker = Callable[[int, int, list[int], list[Any] | None, int | None], Request]

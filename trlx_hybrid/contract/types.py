@@ -196,6 +196,8 @@ class Completion:
             run computes log-probs over only these (`Run.over_support`); None if they are not known.
         row: `Request.row` of its request, to detect a rollout that returns completions in a wrong order; None where the
             engine does not set it.
+        weight_versions: for each token, the version of the weights that sampled it, where it was sampled in several
+            rollouts; None where one version sampled all.
     """
 
     token_ids: list[int]
@@ -205,6 +207,7 @@ class Completion:
     experts: npt.NDArray[np.int16] | None = field(default=None, repr=False, compare=False)
     support: Support | None = field(default=None, repr=False, compare=False)
     row: int | None = field(default=None, repr=False, compare=False)
+    weight_versions: list[int] | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

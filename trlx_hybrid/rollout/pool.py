@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..contract.conversation import PooledConversation, PooledRow
+from ..contract.conversation import PooledConversation, PooledEpisode, PooledRow
 
 if TYPE_CHECKING:
     from ..contract.protocols import Stream
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class PooledGroup:
-    """The completions or conversations of one prompt, which are trained together.
+    """The completions, conversations or episodes of one prompt, which are trained together.
 
     Attributes:
         number: the number of groups of this rank that began before it; their seeds are made from it.
         index: the number of the prompt's row in the dataset, or in what was read of an iterable one.
-        prompt_ids: token ids of the prompt.
+        prompt_ids: token ids of the prompt; empty for episodes, which know their own.
         due: the number of the batch that trains it at the latest.
-        rows: its completions or conversations.
+        rows: its completions, conversations or episodes.
     """
 
     number: int
@@ -52,7 +52,7 @@ class Pool:
     Args:
         size: the number of groups that a batch takes from this rank.
         depth: the number of batches for which a group may wait after the one in whose rollout it began.
-        row: the class of its rows: completions or conversations.
+        row: the class of its rows: completions, conversations or episodes.
 
     Attributes:
         groups: the groups, in the order in which they began.
@@ -60,7 +60,12 @@ class Pool:
         begun: the number of groups that have begun.
     """
 
-    def __init__(self, size: int, depth: int, row: type[PooledRow] | type[PooledConversation] = PooledRow) -> None:
+    def __init__(
+        self,
+        size: int,
+        depth: int,
+        row: type[PooledRow] | type[PooledConversation] | type[PooledEpisode] = PooledRow,
+    ) -> None:
         self._size, self._depth, self._row = size, depth, row
         self.groups: list[PooledGroup] = []
         self.batch = self.begun = 0
@@ -78,7 +83,7 @@ class Pool:
 
         Args:
             index: the number of the prompt's row in the dataset.
-            completions: the number of its completions or conversations.
+            completions: the number of its rows.
         """
         rows = [self._row() for _ in range(completions)]
         group = PooledGroup(self.begun, index, prompt_ids, self.batch + self._depth, rows)

@@ -48,6 +48,24 @@ def several(request: Request, count: int) -> list[Request]:
     return [request, *(replace(request, seed=seed) for seed in seeds)]
 
 
+def rest(request: Request, sampled: Sequence[int], interruptions: int) -> Request:
+    """Return the request for the rest of one that was interrupted. Its seed is a hash of the first one's seed and of
+    the number of interruptions.
+
+    Args:
+        request: the first request, with a limit of tokens.
+        sampled: all tokens that were sampled.
+        interruptions: how often it was interrupted, at least once.
+    """
+    assert request.max_tokens is not None
+    return replace(
+        request,
+        prompt_ids=[*request.prompt_ids, *sampled],
+        seed=_digest(struct.pack("<2q", request.seed, -interruptions)),
+        max_tokens=request.max_tokens - len(sampled),
+    )
+
+
 def _digest(key: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 

@@ -409,8 +409,11 @@ IN_FLIGHT = Option(
             ),
         ),
         Refusal(
-            "a `rollout_func`",
-            lambda f: _where(getattr(f.trainer, "rollout_func", None), "a rollout_func samples its rows"),
+            "a `rollout_func` whose episodes cannot be interrupted (`interrupts`)",
+            lambda f: _where(
+                (custom := getattr(f.trainer, "rollout_func", None)) and not getattr(custom, "interrupts", False),
+                "a rollout_func samples its rows",
+            ),
         ),
         Refusal(
             "environments",

@@ -234,15 +234,25 @@ def test_without_staleness_no_conversation_stays_in_flight(train):
 
 
 @pytest.mark.parametrize(
-    "size", [pytest.param(1, marks=pytest.mark.slow), 2], ids=["an engine on each", "one over both"]
+    ("size", "kind"),
+    [
+        pytest.param(1, "tools", marks=pytest.mark.slow),
+        (2, "tools"),
+        pytest.param(2, "episodes", marks=pytest.mark.slow),
+    ],
+    ids=["an engine on each", "one over both", "one over both, episodes"],
 )
-def test_two_ranks(two_processes, size):
-    ranks = two_processes(Path(__file__).parent / "scripts" / "in_flight_distributed.py", size)
+def test_two_ranks(two_processes, size, kind):
+    ranks = two_processes(Path(__file__).parent / "scripts" / "in_flight_distributed.py", size, kind)
     for rank in ranks:
         assert [len(batch) for batch in rank["whole"]] == [4] * 4
         ages = [step - min(t["weight_versions"]) for step, batch in enumerate(rank["whole"]) for t in batch]
         assert max(ages) == STALENESS
-        assert rank["resumed"] == rank["whole"][2:]
         assert any(0 in t["loss_mask"] for batch in rank["whole"] for t in batch)
+        prompts = [[t["prompt_ids"] for t in batch] for batch in rank["whole"][:2] + rank["resumed"]]
+        if kind == "tools":
+            assert rank["resumed"] == rank["whole"][2:]
+        else:  # what was unfinished has begun anew
+            assert sorted(chain(*prompts)) == sorted(t["prompt_ids"] for batch in rank["whole"] for t in batch)
     seen = Counter(tuple(t["prompt_ids"]) for rank in ranks for batch in rank["whole"] for t in batch)
     assert set(seen.values()) == {2}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...blame import asked, blaming, fault
-from ...contract.conversation import PooledConversation, PooledRow
+from ...contract.conversation import PooledConversation, PooledEpisode, PooledRow
 from ...contract.types import Request
 from ...errors import ConfigError
 from ...interprocess.copies import copied
@@ -29,7 +29,7 @@ from ...rollout.seeding import preserved_generators
 from ..arguments import rows_of_a_batch
 from ..checkpoint.data_order import micro_batches_of_a_rollout, read_file, write_file
 from ..refusals import IN_FLIGHT, Facts
-from .pooled_conversations import PooledConversations
+from .pooled_rows import PooledConversations, PooledEpisodes
 from .prompt_order import IndexedOrder, PromptOrder, StreamedOrder
 from .tool_calling import refuse_text
 
@@ -42,8 +42,15 @@ logger = logging.getLogger(__name__)
 BY_TOKEN_RATIO = "token_truncate"
 """The mode of TRL's importance-sampling correction in which each token has its own ratio, cut at an upper bound."""
 
-ITERABLE = "an iterable train_dataset"
-"""The name of a setting that older checkpoints do not have; it was False then."""
+TOOLS, EPISODES, ITERABLE = "tools", "a rollout_func", "an iterable train_dataset"
+"""Names of settings. Older checkpoints do not have the latter two, which were False then."""
+
+KINDS: dict[str | None, type[PooledRow] | type[PooledConversation] | type[PooledEpisode]] = {
+    None: PooledRow,
+    TOOLS: PooledConversation,
+    EPISODES: PooledEpisode,
+}
+"""The classes of rows, by what answers the model."""
 
 FILE = "trlx_hybrid_in_flight_{rank}.pt"
 """The file in a checkpoint with one rank's pool."""
@@ -58,7 +65,8 @@ class InFlight:
         rows: the number of rows that a batch has on this rank.
         completions: the number of completions of a group.
         steps: the number of optimizer steps that are trained on each batch.
-        converses: whether the rows are conversations with tools, which the rollout component plays.
+        answers: what answers the model: TOOLS, whose conversations the rollout component plays; EPISODES, which a
+            `rollout_func` plays; or None.
         streamed: whether the training dataset is iterable.
     """
 
@@ -69,10 +77,10 @@ class InFlight:
         rows: int,
         completions: int,
         steps: int,
-        converses: bool = False,
+        answers: str | None = None,
         streamed: bool = False,
     ) -> None:
-        self._session, self._completions, self._steps, self._converses = session, completions, steps, converses
+        self._session, self._completions, self._steps, self._answers = session, completions, steps, answers
         self._in_flight = options.rows_at_a_time(rows)
         self._depth = (options.max_staleness - steps + 1) // steps
         self._size = rows // completions
@@ -81,17 +89,19 @@ class InFlight:
             "rows of a batch on each rank": rows,
             "num_generations": completions,
             "ranks": session.ranks.world,
-            "tools": converses,
+            TOOLS: answers == TOOLS,
+            EPISODES: answers == EPISODES,
             ITERABLE: streamed,
         }
         self._rollout: tuple[PoolRollout, ExitStack] | None = None  # on engines that sample while the trainer trains
+        self._columns: list[str] = []
         self.start(None)
 
     @property
     def note(self) -> str:
         """A line to print when the run starts."""
         steps, engine = self._settings["max_staleness"], self._session.selection.engine
-        goes_on = engine is not None and engine.component.remote and not self._converses
+        goes_on = engine is not None and engine.component.remote and self._answers is None
         return (
             f"rows in flight: for up to {steps} optimizer steps, {self._in_flight} rows at a time on each rank"
             f"{', also while the trainer trains' if goes_on else ''}"
@@ -104,8 +114,8 @@ class InFlight:
             ConfigError: the checkpoint's pool is that of a run with other settings, or this rank's part of it is lost.
         """
         self._end_rollout(keep=False)
-        self._pool = Pool(self._size, self._depth, PooledConversation if self._converses else PooledRow)
-        self._conversations: PooledConversations | None = None
+        self._pool = Pool(self._size, self._depth, KINDS[self._answers])
+        self._played_rows: PooledConversations | PooledEpisodes | None = None
         self._order: PromptOrder | None = None
         self._resumed = None if checkpoint is None else self._read(Path(checkpoint))
 
@@ -117,7 +127,7 @@ class InFlight:
         if found is None:
             return None
         for name, here in self._settings.items():
-            then = {ITERABLE: False, **found["settings"]}[name]
+            then = {EPISODES: False, ITERABLE: False, **found["settings"]}[name]
             if then != here:
                 raise ConfigError(
                     f"{checkpoint} has rows in flight of a run with {name}={then}, and this run has "
@@ -179,29 +189,31 @@ class InFlight:
             The batch's dataset rows, one for each completion; and for each of its tokens, the number of optimizer steps
             between its sampling and the batch.
         """
-        session = self._session
+        session, self._columns = self._session, columns
         with session.rollout_phase(True):
-            chosen = self._played(trainer) if self._converses else self._completed(trainer)
+            chosen = self._completed(trainer) if self._answers is None else self._played(trainer)
         rows, version = [row for group in chosen for row in group.rows], session.weight_version
-        if self._converses:
-            session.sampled = [row.conversation for row in rows]
-            versions = [row.conversation.weight_versions for row in rows]
-            sampled = [row.conversation.loss_mask for row in rows]
-        else:
+        if self._answers is None:
             session.sampled = [row.completion() for row in rows]
             versions = [row.versions for row in rows]
             sampled = [[1] * row.tokens for row in rows]
+        else:
+            session.sampled = rows if self._answers == EPISODES else [row.conversation for row in rows]
+            versions = [row.conversation.weight_versions for row in rows]
+            sampled = [row.conversation.loss_mask for row in rows]
         staleness = [[version - of_token for of_token in of_row] for of_row in versions]
         self._log(
             [age for ages, mask in zip(staleness, sampled, strict=True) for age in itertools.compress(ages, mask)]
         )
-        of_dataset: Rows = []
+        of_dataset = [copied(self._of_dataset(group.index)) for group in chosen for _ in group.rows]
         assert self._order is not None
-        for group in chosen:
-            row = {name: value for name, value in self._order.row(group.index).items() if name in columns}
-            of_dataset += [copied(row) for _ in group.rows]
         self._order.forget([group.index for group in chosen])
         return of_dataset, staleness
+
+    def _of_dataset(self, number: int) -> dict[str, Any]:
+        """Return the columns that TRL's loader yields of a row of the dataset."""
+        assert self._order is not None
+        return {name: value for name, value in self._order.row(number).items() if name in self._columns}
 
     def _completed(self, trainer: StockTrainer) -> list[PooledGroup]:
         """Sample completions until the groups of a batch are complete, and return these. An engine of the trainer's own
@@ -244,13 +256,22 @@ class InFlight:
                 rollout.interrupt()
 
     def _played(self, trainer: StockTrainer) -> list[PooledGroup]:
-        """Let the rollout component play conversations until the groups of a batch are complete, and return these."""
+        """Let the rollout component play conversations, or TRL's `rollout_func` episodes, until the groups of a batch
+        are complete; return these."""
         session = self._session
-        if self._conversations is None:
-            self._conversations = PooledConversations(trainer, session, self._pool, self._in_flight, self._begin)
-        self._conversations.next_rollout()
-        assert session.rollout is not None
-        asked(session.sampler.source, session.rollout, "play", session, self._conversations)
+        if self._played_rows is None:
+            pooled = trainer, session, self._pool, self._in_flight, self._begin
+            episodes = self._answers == EPISODES
+            self._played_rows = (
+                PooledEpisodes(*pooled, of_dataset=self._of_dataset) if episodes else PooledConversations(*pooled)
+            )
+        rows = self._played_rows
+        rows.next_rollout()
+        if isinstance(rows, PooledEpisodes):
+            trainer.rollout_func.play(trainer, rows)
+        else:
+            assert session.rollout is not None
+            asked(session.sampler.source, session.rollout, "play", session, rows)
         chosen = self._pool.ready()
         if chosen is None:
             raise fault(session.sampler.source, "play", "no complete batch", "one")
@@ -264,8 +285,10 @@ class InFlight:
             return None
         assert self._order is not None
         index = next(self._order)
+        if self._answers == EPISODES:  # their prompts are known once they have begun
+            return self._pool.begin(index, [], self._completions)
         prompts = [copied(self._order.row(index)["prompt"])]
-        if self._converses:
+        if self._answers == TOOLS:
             refuse_text(prompts)
         prompt_ids = trainer._tokenize_prompts(prompts)[0]
         refuse_empty(prompt_ids)
@@ -315,7 +338,7 @@ def in_flight_of(trainer: StockTrainer, session: Session) -> InFlight | None:
             f"HybridConfig.rollout_options max_staleness={options.max_staleness} cannot serve this run: {reason}. "
             f"{IN_FLIGHT.way_out}"
         )
-    args = trainer.args
+    args, custom = trainer.args, getattr(trainer, "rollout_func", None)
     steps = args.steps_per_generation // args.gradient_accumulation_steps * trainer.num_iterations
     if options.max_staleness < 2 * steps - 1:
         raise ConfigError(
@@ -329,7 +352,7 @@ def in_flight_of(trainer: StockTrainer, session: Session) -> InFlight | None:
         rows_of_a_batch(args),
         trainer.num_generations,
         steps,
-        converses=bool(getattr(trainer, "tools", None)),
+        answers=TOOLS if getattr(trainer, "tools", None) else EPISODES if custom else None,
         streamed=facts.streamed,
     )
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from trlx_hybrid.contract.conversation import Conversation, Dialogue, Limits, Message, RequestMaker, Turn, images_of
-from trlx_hybrid.contract.types import Completion
+from trlx_hybrid.contract.types import Completion, Request
 from trlx_hybrid.episodes.answers import described
 
 from .loop import Generate, OutOfTimeError
@@ -34,6 +34,7 @@ class Episode:
         limits: limits of tokens and turns.
         request: makes the engine's request for one turn.
         failed: called with the conversation if it breaks off; raises if too many have.
+        generate: samples a request to its end.
 
     Attributes:
         conversation: the result, extended turn by turn.
@@ -46,10 +47,11 @@ class Episode:
         limits: Limits,
         request: RequestMaker,
         failed: Callable[[Conversation], None],
+        generate: Callable[[Request], Awaitable[Completion]] = Generate,
     ) -> None:
         self.conversation = Conversation()
         self.prompt_ids, self.limits = prompt_ids, limits
-        self._index, self._request, self._failed = index, request, failed
+        self._index, self._request, self._failed, self._generate = index, request, failed, generate
 
     async def play(self) -> None:
         """Play the conversation to its end.
@@ -92,7 +94,7 @@ class Episode:
             room: the largest number of tokens of the turn; None for as many as the run allows.
         """
         turn = len(self.conversation.turns)
-        completion = await Generate(self._request(self._index, turn, context, images, room))
+        completion = await self._generate(self._request(self._index, turn, context, images, room))
         self.sampled(completion, len(context))
         return completion
 

@@ -1,10 +1,11 @@
-"""Conversations that stay in flight over several rollouts. Requests are interrupted between rollouts and go on from
-their tokens; tool calls go on while the trainer trains, and their answers wait for the next rollout."""
+"""Conversations and episodes that stay in flight over several rollouts. Requests are interrupted between rollouts and
+go on from their tokens; calls of tools go on while the trainer trains, and their answers wait for the next rollout."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from trlx_hybrid.contract.conversation import (
     ConversationPool,
@@ -12,10 +13,13 @@ from trlx_hybrid.contract.conversation import (
     Limits,
     Message,
     PooledConversation,
+    PooledEpisode,
     PooledRow,
+    RowPool,
 )
 from trlx_hybrid.contract.protocols import Run, Stream
-from trlx_hybrid.contract.types import Completion
+from trlx_hybrid.contract.types import Completion, Request
+from trlx_hybrid.rollout.seeding import rest
 
 from .episode import ToolEpisode, broken
 from .loop import Generate, Loop, TrajectoryCoroutine
@@ -24,30 +28,32 @@ from .progress import Progress
 from .tool_calls import check_tools
 from .tools.runner import ToolRunner
 
+Trajectories = Callable[[Sequence[Any]], Sequence[TrajectoryCoroutine]]
+"""A function that returns coroutines which play rows of a pool, from where they are to their end."""
 
-class ConversationsInFlight:
-    """The conversations of a pool, with a loop that outlives a rollout.
+
+class RowsInFlight:
+    """The rows of a pool, with a loop that outlives a rollout.
 
     Args:
-        pool: the conversations.
+        pool: the rows.
         options: the rollout's options.
-        runner: runs the tools.
+        trajectories: plays rows.
 
     Attributes:
-        pool: the conversations.
+        pool: the rows.
     """
 
-    def __init__(self, pool: ConversationPool, options: MultiTurnOptions, runner: ToolRunner) -> None:
-        self.pool, self._options, self._runner = pool, options, runner
+    def __init__(self, pool: RowPool[Any], options: MultiTurnOptions, trajectories: Trajectories) -> None:
+        self.pool, self._options, self._trajectories = pool, options, trajectories
         self._loop: Loop | None = None
-        self._known: set[PooledConversation] = set()  # conversations that the loop has
+        self._known: set[Any] = set()  # rows that the loop has
         self._ended = 0
 
-    def play(self, session: Run, stream: Stream, progress: Progress) -> Sequence[PooledConversation]:
-        """Play until the conversations of a batch are over, and return these.
+    def play(self, stream: Stream, progress: Progress) -> Sequence[Any]:
+        """Play until the rows of a batch are over, and return these.
 
         Args:
-            session: the run.
             stream: the stream of this rollout.
             progress: is told of each step.
         """
@@ -55,10 +61,9 @@ class ConversationsInFlight:
         if self._loop is None:
             width = min(pool.in_flight, options.max_trajectories or pool.in_flight)
             self._loop = Loop(stream, progress, width=width, seconds=options.max_seconds)
-        make = functools.partial(self._trajectories, session)
-        self._loop.add(make([row for row in pool.unfinished() if row not in self._known]))
+        self._loop.add(self._begun([row for row in pool.unfinished() if row not in self._known]))
         try:
-            self._loop.go_on(stream, progress, lambda: make(pool.begin()), _Complete(self))
+            self._loop.go_on(stream, progress, lambda: self._begun(pool.begin()), _Complete(self))
         except BaseException:
             self._known.clear()  # the loop has ended them; the pool keeps what they had
             raise
@@ -67,53 +72,96 @@ class ConversationsInFlight:
         return batch
 
     def close(self) -> None:
-        """End the conversations, and abandon their tool calls. The pool keeps what they have."""
+        """End the trajectories, and abandon their tool calls. The pool keeps what they have."""
         if self._loop is not None:
             self._loop.close()
         self._known.clear()
 
     @property
     def ended(self) -> int:
-        """The number of conversations that have ended so far."""
+        """The number of trajectories that have ended so far."""
         return self._ended
 
-    def _trajectories(
-        self, session: Run, rows: Sequence[PooledConversation]
-    ) -> list[tuple[TrajectoryCoroutine, PooledConversation]]:
-        """Return the coroutines that play conversations, from where they are to their end."""
-        if not rows:
-            return []
+    def _begun(self, rows: Sequence[Any]) -> list[tuple[TrajectoryCoroutine, Any]]:
+        """Return the coroutines that play rows, with these rows, which record their time."""
         self._known.update(rows)
-        dialogues = [self.pool.dialogue(row) for row in rows]
-        check_tools(dialogues, self._runner)
-        limits, most = self._options.limited(self.pool.limits), session.sampling.max_tokens
-        episodes = [
-            PooledEpisode(row, dialogue, limits, self.pool, self._runner, most)
-            for row, dialogue in zip(rows, dialogues, strict=True)
-        ]
-        return [(self._played(episode, row), row) for episode, row in zip(episodes, rows, strict=True)]
+        played = self._trajectories(rows) if rows else ()
+        return [(self._to_its_end(coroutine, row), row) for coroutine, row in zip(played, rows, strict=True)]
 
-    async def _played(self, episode: PooledEpisode, row: PooledConversation) -> None:
-        await episode.run()
-        row.over = True
+    async def _to_its_end(self, coroutine: TrajectoryCoroutine, row: Any) -> None:
+        await coroutine
         self._known.discard(row)
         self._ended += 1
 
 
 class _Complete:
-    """A function that returns whether the batch is complete. It asks the pool only when a conversation has ended."""
+    """A function that returns whether the batch is complete. It asks the pool only when a trajectory has ended."""
 
-    def __init__(self, conversations: ConversationsInFlight) -> None:
-        self._conversations, self._seen, self._complete = conversations, -1, False
+    def __init__(self, rows: RowsInFlight) -> None:
+        self._rows, self._seen, self._complete = rows, -1, False
 
     def __call__(self) -> bool:
-        if self._conversations.ended != self._seen:
-            self._seen = self._conversations.ended
-            self._complete = self._conversations.pool.batch() is not None
+        if self._rows.ended != self._seen:
+            self._seen = self._rows.ended
+            self._complete = self._rows.pool.batch() is not None
         return self._complete
 
 
-class PooledEpisode(ToolEpisode):
+async def over_rollouts(row: PooledEpisode, pool: RowPool[Any], most: int, request: Request) -> Completion:
+    """Sample a request of an episode in as many rollouts as it takes.
+
+    Args:
+        row: the episode, which counts its tokens.
+        pool: knows the version of the weights.
+        most: the largest number of tokens of one turn.
+        request: the request.
+
+    Returns:
+        The completion, with the versions of the weights that sampled its tokens.
+    """
+    turn, room = PooledRow(), most if request.max_tokens is None else min(most, request.max_tokens)
+    first = left = dataclasses.replace(request, max_tokens=room)
+    while True:
+        sampled = await Generate(left)
+        turn.extend(sampled, pool.version)
+        row.sampled += len(sampled.token_ids)
+        if turn.over:
+            return turn.completion()
+        left = rest(first, turn.token_ids, turn.rollouts)
+
+
+def conversations(
+    session: Run,
+    pool: ConversationPool,
+    options: MultiTurnOptions,
+    runner: ToolRunner,
+    rows: Sequence[PooledConversation],
+) -> list[Coroutine[Any, Any, None]]:
+    """Return coroutines that play conversations with tools.
+
+    Args:
+        session: the run.
+        pool: the conversations.
+        options: the rollout's options.
+        runner: runs the tools.
+        rows: the conversations to play.
+    """
+    dialogues = [pool.dialogue(row) for row in rows]
+    check_tools(dialogues, runner)
+    limits, most = options.limited(pool.limits), session.sampling.max_tokens
+    episodes = [
+        PooledToolEpisode(row, dialogue, limits, pool, runner, most)
+        for row, dialogue in zip(rows, dialogues, strict=True)
+    ]
+    return [_conversed(episode, row) for episode, row in zip(episodes, rows, strict=True)]
+
+
+async def _conversed(episode: PooledToolEpisode, row: PooledConversation) -> None:
+    await episode.run()
+    row.over = True
+
+
+class PooledToolEpisode(ToolEpisode):
     """An episode with tools whose turns may be sampled over several rollouts. All that it needs to go on later, in this
     process or another, is in its row of the pool.
 
@@ -151,8 +199,8 @@ class PooledEpisode(ToolEpisode):
         row, turns = self._row, len(self.conversation.turns)
         room = self._most if room is None else min(room, self._most)
         while not row.turn.over:
-            prompt, rest = [*context, *row.turn.token_ids], room - row.turn.tokens
-            sampled = await Generate(self._request(self._index, turns, prompt, images, rest))
+            prompt, left = [*context, *row.turn.token_ids], room - row.turn.tokens
+            sampled = await Generate(self._request(self._index, turns, prompt, images, left))
             row.turn.extend(sampled, self._pool.version)
             row.requests += 1
         completion = row.turn.completion()
@@ -166,24 +214,19 @@ class PooledEpisode(ToolEpisode):
             completion: the sampled turn.
             prompt: the number of tokens before it.
         """
-        super().sampled(completion, prompt)
-        turn, self._row.turn = self._row.turn, PooledRow()
-        whole = turn.over  # else its time was over, and the conversation is masked
-        self.conversation.weight_versions += (
-            turn.versions if whole else [self._pool.version] * len(completion.token_ids)
-        )
-
-    def observed(self, ids: list[int], messages: list[Message]) -> None:
-        """Record what the model is shown between two turns, with the version of the weights.
-
-        Args:
-            ids: what the model is shown, as token ids that are added to the context.
-            messages: what the model is shown, as chat messages.
-        """
-        super().observed(ids, messages)
-        self.conversation.weight_versions += [self._pool.version] * len(ids)
+        self._row.turn = PooledRow()
+        super().sampled(with_versions(completion, self._pool.version), prompt)
 
     async def _speak(self) -> Message:
         conversation = self.conversation
         self._row.counts = (conversation.calls, conversation.failed_calls, conversation.mended_answers)
         return await super()._speak()
+
+
+def with_versions(completion: Completion, version: int) -> Completion:
+    """Return a completion that knows the versions of the weights: its own, or `version` for all tokens where it has
+    none, such as the token that takes the place of a turn whose conversation broke off."""
+    versions = completion.weight_versions
+    return dataclasses.replace(
+        completion, weight_versions=[version] * len(completion.token_ids) if versions is None else versions
+    )

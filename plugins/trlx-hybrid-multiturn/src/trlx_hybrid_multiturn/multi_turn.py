@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
-from trlx_hybrid.contract.conversation import Conversation, ConversationPool, Dialogue, Limits, RequestMaker
+from trlx_hybrid.contract.conversation import (
+    Conversation,
+    ConversationPool,
+    Dialogue,
+    Limits,
+    RequestMaker,
+    RowPool,
+)
 from trlx_hybrid.contract.protocols import Run, Stream
 from trlx_hybrid.episodes.unparsed import UNPARSED, UnparsedTurns
 from trlx_hybrid.errors import HybridError
 from trlx_hybrid.plugins.builtin import SingleTurn
 
 from .episode import Episode, ToolEpisode, broken
-from .in_flight import ConversationsInFlight
+from .in_flight import RowsInFlight, Trajectories, conversations
 from .loop import Loop, TrajectoryCoroutine
 from .options import MultiTurnOptions
 from .progress import Progress, heavy_tools, metrics
@@ -47,7 +56,7 @@ class MultiTurn(SingleTurn):
     def __init__(self, session: Run, options: MultiTurnOptions) -> None:
         self.options = options
         self.runner = ToolRunner(options)
-        self._in_flight: ConversationsInFlight | None = None
+        self._in_flight: RowsInFlight | None = None
         self._warned: set[str] = set()
         self._unparsed = UnparsedTurns()
         self._visible = (
@@ -74,11 +83,11 @@ class MultiTurn(SingleTurn):
         limits = self.options.limited(limits)
         failed = self.failures(len(dialogues))
         episodes = [ToolEpisode(i, d, limits, request, self.runner, failed) for i, d in enumerate(dialogues)]
-        conversations = [episode.conversation for episode in episodes]
+        played = [episode.conversation for episode in episodes]
         trajectories = [_told(number, episode, session.on_conversation) for number, episode in enumerate(episodes)]
-        self.run_trajectories(session, trajectories, conversations)
-        session.metrics[UNPARSED] = float(self._unparsed.ended([c.unparsed for c in conversations]))
-        return conversations
+        self.run_trajectories(session, trajectories, played)
+        session.metrics[UNPARSED] = float(self._unparsed.ended([c.unparsed for c in played]))
+        return played
 
     def play(self, session: Run, pool: ConversationPool) -> None:
         """Play a pool's conversations until those of a batch are over. The others stay in flight.
@@ -91,20 +100,33 @@ class MultiTurn(SingleTurn):
             TrajectoriesFailedError: more conversations of the batch broke off than the option `max_failed` allows.
             ConfigError: as in `converse`.
         """
+        options, runner = self.options, self.runner
+        self.play_in_flight(session, pool, functools.partial(conversations, session, pool, options, runner))
+
+    def play_in_flight(self, session: Run, pool: RowPool[Any], trajectories: Trajectories) -> None:
+        """Play a pool's rows until those of a batch are over. The others stay in flight.
+
+        Args:
+            session: the run, with its engine and metrics.
+            pool: the rows, over all rollouts.
+            trajectories: plays rows, in this rollout and in later ones.
+
+        Raises:
+            TrajectoriesFailedError: more rows of the batch broke off than the option `max_failed` allows.
+        """
         if self._in_flight is None or self._in_flight.pool is not pool:
             self._end_in_flight()
-            self._in_flight = ConversationsInFlight(pool, self.options, self.runner)
+            self._in_flight = RowsInFlight(pool, self.options, trajectories)
         progress = Progress(len(pool.unfinished()), self.runner, self._visible)
         with self._rollout(session, progress) as stream:
-            batch = self._in_flight.play(session, stream, progress)
-        conversations = [row.conversation for row in batch]
-        failed = self.failures(len(conversations), warn=False)
-        for conversation in conversations:
+            played = [row.conversation for row in self._in_flight.play(stream, progress)]
+        failed = self.failures(len(played), warn=False)
+        for conversation in played:
             if conversation.failure is not None:
                 failed(conversation)
-        self._measure(session, conversations, progress, stream)
+        self._measure(session, played, progress, stream)
         session.metrics.update(progress.in_flight(pool.in_flight))
-        session.metrics[UNPARSED] = float(self._unparsed.ended([c.unparsed for c in conversations]))
+        session.metrics[UNPARSED] = float(self._unparsed.ended([c.unparsed for c in played]))
 
     def run_trajectories(
         self, session: Run, trajectories: Sequence[TrajectoryCoroutine], conversations: Sequence[Conversation]
@@ -146,7 +168,7 @@ class MultiTurn(SingleTurn):
                 logger.warning(sentence)
 
     def close(self) -> None:
-        """End the conversations in flight, and the threads and processes of tools."""
+        """End the rows in flight, and the threads and processes of tools."""
         self._end_in_flight()
         self.runner.close()
 

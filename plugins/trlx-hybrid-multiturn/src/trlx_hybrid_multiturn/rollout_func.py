@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from trlx_hybrid.contract.conversation import Conversation, Limits, Message, RequestMaker, images_of, opening
+from trlx_hybrid.contract.conversation import (
+    Conversation,
+    EpisodePool,
+    Limits,
+    Message,
+    PooledEpisode,
+    RequestMaker,
+    images_of,
+    opening,
+)
+from trlx_hybrid.contract.types import Completion, Request
 from trlx_hybrid.episodes.tokenizer import own_tokenizer
 from trlx_hybrid.errors import ConfigError, EngineError
 
 from .environment import CheckedEnvironment, Environment, Row, refuse_prompts
-from .episode import Episode, rendered
-from .loop import OutOfTimeError
+from .episode import Episode, broken, rendered
+from .in_flight import over_rollouts
+from .loop import Generate, OutOfTimeError
 from .multi_turn import MultiTurn
 from .tokens import TemplateTokens, preserving_tokens
 from .tool_calls import LostCallError
@@ -87,12 +99,14 @@ class EpisodeRollout:
         max_turns: the largest number of completions in one episode; None sets no limit here.
         rollout: "multi_turn", the name of the rollout component that runs the episodes. A run whose trainer has this
             `rollout_func` selects that component by itself.
+        interrupts: True: its episodes may stay in flight over several rollouts (`play`).
         samples_from_session: True: the run's own engine samples the tokens, so their log-probs may be compared with the
             trainer's. If a `rollout_func` does not have this attribute, the package assumes that its tokens are sampled
             elsewhere.
     """
 
     rollout = MultiTurn.name
+    interrupts = True
     samples_from_session = True
 
     def __init__(self, max_turns: int | None) -> None:
@@ -118,26 +132,66 @@ class EpisodeRollout:
                 conversation, or the chat template renders messages differently depending on what follows them.
             TrajectoriesFailedError: more episodes broke off than the option `max_failed` allows.
         """
-        rollout = _multi_turn(trainer)
-        sees_images = bool(trainer._is_vlm)
-        refuse_prompts(prompts, sees_images=sees_images)
+        _multi_turn(trainer)
+        refuse_prompts(prompts, sees_images=bool(trainer._is_vlm))
         session = trainer.session
+        known, session.sampled = session.sampled, None  # `play` has played them, where rows stay in flight
+        return self._returned(trainer, self._played(trainer, prompts) if known is None else known)
+
+    def play(self, trainer: Any, pool: EpisodePool) -> None:
+        """Play a pool's episodes until those of a batch are over, where rows stay in flight. The others are
+        interrupted: their environments and agents live on, and their requests wait for the next rollout.
+
+        Args:
+            trainer: a trainer of trlx_hybrid.
+            pool: the episodes, over all rollouts.
+
+        Raises:
+            ConfigError, TrajectoriesFailedError: as in `__call__`.
+        """
+        trajectories = functools.partial(self._in_flight, trainer, pool)
+        _multi_turn(trainer).play_in_flight(trainer.session, pool, trajectories)
+
+    def _played(self, trainer: Any, prompts: Sequence[Any]) -> Sequence[PlayedEpisode]:
+        """Play one episode per prompt to its end."""
+        rollout, session = _multi_turn(trainer), trainer.session
         group = trainer.num_generations if session.training else trainer.num_generations_eval
         # The prompts' lengths are known once the environments are reset; each episode checks its own.
         request = session.sampler.converse(session.live_engine, [[]] * len(prompts), group)
-        turns = [limit for limit in (self.max_turns, rollout.options.max_turns) if limit is not None]
-        limits = Limits(
-            completion_tokens=trainer.max_completion_length,
-            model_tokens=session.live_engine.max_model_len,
-            tool_turns=min(turns, default=sys.maxsize) - 1,
-        )
-        batch = Batch(trainer, rollout, limits, request, rollout.failures(len(prompts)))
+        failed = rollout.failures(len(prompts))
+        batch = Batch(trainer, rollout, self._limits(trainer, rollout), request, failed)
         runs = [
             self._episode(batch, index, list(prompt), dict(row))
             for index, (prompt, row) in enumerate(zip(prompts, session.rows, strict=True))
         ]
-        conversations = [run.conversation for run in runs]
-        rollout.run_trajectories(session, [run.run() for run in runs], conversations)
+        rollout.run_trajectories(session, [run.run() for run in runs], [run.conversation for run in runs])
+        return runs
+
+    def _in_flight(
+        self, trainer: Any, pool: EpisodePool, rows: Sequence[PooledEpisode]
+    ) -> list[Coroutine[Any, Any, None]]:
+        """Return coroutines that play episodes of a pool to their end."""
+        rollout, most = _multi_turn(trainer), trainer.session.sampling.max_tokens
+        limits, found = self._limits(trainer, rollout), []
+        for row in rows:
+            index, given = pool.given(row)
+            refuse_prompts([given["prompt"]], sees_images=bool(trainer._is_vlm))
+            generate = functools.partial(over_rollouts, row, pool, most)
+            batch = Batch(trainer, rollout, limits, pool.request(row), broken, generate)
+            found.append(_pooled(self._episode(batch, index, list(given["prompt"]), given), row, pool))
+        return found
+
+    def _limits(self, trainer: Any, rollout: MultiTurn) -> Limits:
+        turns = [limit for limit in (self.max_turns, rollout.options.max_turns) if limit is not None]
+        return Limits(
+            completion_tokens=trainer.max_completion_length,
+            model_tokens=trainer.session.live_engine.max_model_len,
+            tool_turns=min(turns, default=sys.maxsize) - 1,
+        )
+
+    def _returned(self, trainer: Any, runs: Sequence[PlayedEpisode]) -> dict[str, Any]:
+        """Return what TRL asks of a `rollout_func`, from episodes that were played."""
+        conversations, session = [run.conversation for run in runs], trainer.session
         for run, conversation in zip(runs, conversations, strict=True):
             session.endings.add(run.prompt_ids, conversation.completion_ids, conversation.finish_reason)
             session.supports.add(run.prompt_ids, conversation.completion_ids, conversation.support)
@@ -149,7 +203,7 @@ class EpisodeRollout:
             "env_mask": [conversation.loss_mask for conversation in conversations],
             "episode_reward": [run.reward for run in runs],
             "episode_messages": [conversation.messages for conversation in conversations],
-        } | ({"images": [list(run.images) or None for run in runs]} if sees_images else {})
+        } | ({"images": [list(run.images) or None for run in runs]} if trainer._is_vlm else {})
 
     def _episode(self, batch: Batch, index: int, prompt: list[Message], row: Row) -> PlayedEpisode:
         """Return the episode of one row.
@@ -199,7 +253,16 @@ class Episodes(EpisodeRollout):
         environment = CheckedEnvironment(self.factory, batch.rollout.runner, event_loop, sees_images=sees_images)
         tokens, tokenizer = self._tokens_of(trainer), trainer.processing_class
         return EnvironmentEpisode(
-            index, row, prompt, environment, tokens, tokenizer, batch.limits, batch.request, batch.failed
+            index,
+            row,
+            prompt,
+            environment,
+            tokens,
+            tokenizer,
+            batch.limits,
+            batch.request,
+            batch.failed,
+            batch.generate,
         )
 
 
@@ -213,6 +276,7 @@ class Batch:
         limits: limits of tokens and turns.
         request: makes the engine's request for one turn.
         failed: called with a conversation that breaks off; raises if too many have.
+        generate: samples a request to its end.
     """
 
     trainer: Any
@@ -220,6 +284,7 @@ class Batch:
     limits: Limits
     request: RequestMaker
     failed: Callable[[Conversation], None]
+    generate: Callable[[Request], Awaitable[Completion]] = Generate
 
 
 class PlayedEpisode(Protocol):
@@ -228,6 +293,8 @@ class PlayedEpisode(Protocol):
     conversation: Conversation
     prompt_ids: list[int]
     reward: float | None
+    branches: list[tuple[int, int]]
+    """For each later branch, where it begins in the completion, and the number of its prompt's tokens."""
 
     @property
     def images(self) -> Sequence[object]:
@@ -250,9 +317,11 @@ class EnvironmentEpisode(Episode):
         limits: limits of tokens and turns.
         request: makes the engine's request for one turn.
         failed: called with the conversation if it breaks off; raises if too many have.
+        generate: samples a request to its end.
 
     Attributes:
         reward: sum of the steps' rewards; None where no step gave one, or the episode broke off.
+        branches: none.
     """
 
     def __init__(
@@ -266,9 +335,11 @@ class EnvironmentEpisode(Episode):
         limits: Limits,
         request: RequestMaker,
         failed: Callable[[Conversation], None],
+        generate: Callable[[Request], Awaitable[Completion]],
     ) -> None:
-        super().__init__(index, [], limits, request, failed)
+        super().__init__(index, [], limits, request, failed, generate)
         self.reward: float | None = None
+        self.branches: list[tuple[int, int]] = []
         self._prompt_images = images_of(prompt)
         self._row, self._prompt, self._environment = row, prompt, environment
         self._tokens, self._tokenizer = tokens, tokenizer
@@ -329,6 +400,16 @@ class EnvironmentEpisode(Episode):
                 "raise vllm_max_model_length (HybridConfig.engine_options max_model_len)."
             )
         return prompt_ids
+
+
+async def _pooled(episode: PlayedEpisode, row: PooledEpisode, pool: EpisodePool) -> None:
+    """Play an episode to its end, and then put what became of it into its row of the pool."""
+    await episode.run()
+    conversation = episode.conversation
+    unknown = len(conversation.completion_ids) - len(conversation.weight_versions)  # of one that broke off
+    conversation.weight_versions += [pool.version] * unknown
+    row.prompt_ids, row.reward, row.branches = episode.prompt_ids, episode.reward, episode.branches
+    row.conversation = conversation
 
 
 def _multi_turn(trainer: Any) -> MultiTurn:

@@ -28,6 +28,7 @@ from trlx_hybrid_multiturn.loop import CallTool, Outcome
 from trlx_hybrid_multiturn.progress import Progress
 
 from tests.support.agents import CLIENT, PARAMETERS, QUESTIONS, TOOLS, TURNS, adds, rewrites
+from tests.support.branches import branches_of
 
 MESSAGES = AsyncAnthropic(base_url="http://localhost", api_key="none")
 
@@ -201,27 +202,6 @@ def test_functions_are_agents_and_their_clients_may_send_a_request_again(train):
     assert again == [True] * 8
     assert done.trainer.state.log_history[0]["hybrid/turns/mean"] == 2
     assert done.trainer.state.log_history[0]["hybrid/agents/branches"] == 2
-
-
-def branches_of(trajectory):
-    """Token ids of each branch of a row with those before it, and the places of its sampled tokens among them. Their
-    log-probs are compared with those of the model that saw the branch alone."""
-    model, tokenizer = chatty_model(chat_tokenizer(TURNS), TURNS).eval(), chat_tokenizer(TURNS)
-    ids, begins = trajectory.completion_ids, tokenizer.convert_tokens_to_ids("<|im_start|>")
-    pairs = itertools.pairwise(ids)  # between the turns of one branch there is a line break
-    starts = [0, *(at for at, pair in enumerate(pairs, 1) if pair == (tokenizer.eos_token_id, begins))]
-    found = []
-    for number, (start, end) in enumerate(zip(starts, [*starts[1:], len(ids)], strict=True)):
-        context = [] if number else trajectory.prompt_ids
-        branch = [*context, *ids[start:end]]
-        with torch.no_grad():
-            scored = model(torch.tensor([branch])).logits[0].log_softmax(-1)
-        sampled = [at for at in range(start, end) if trajectory.loss_mask[at]]
-        for at in sampled:
-            wanted = scored[len(context) + at - start - 1, ids[at]].item()
-            assert trajectory.logprobs[at] == pytest.approx(wanted, abs=1e-5)
-        found.append((branch, [len(context) + at - start for at in sampled]))
-    return found
 
 
 @pytest.mark.parametrize("scoring", ["padded", "packed"])

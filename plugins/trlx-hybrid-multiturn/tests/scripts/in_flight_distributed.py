@@ -1,7 +1,7 @@
 """Started by test_in_flight.py on each of two ranks: conversations in flight with one engine over both, or one on each.
 
 Each rank writes its trajectories of a whole run, and of one that resumes in its middle, as JSON:
-in_flight_distributed.py FOLDER TENSOR_PARALLEL_SIZE
+in_flight_distributed.py FOLDER TENSOR_PARALLEL_SIZE KIND, which is "tools" or "episodes"
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from datasets import Dataset
 from trl import GRPOConfig
 from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
 from trlx_hybrid.testing.models import tiny_grpo
+from trlx_hybrid_multiturn import Step, episodes
 
 from tests.support.in_flight import Trajectories
 
@@ -34,7 +35,18 @@ def look(at: int) -> int:
     return at + RANK
 
 
-def trained(folder, name, size, resume=None):
+class Looks:
+    """An environment that shows what the tool returns, twice."""
+
+    def reset(self, row):
+        self.shown = 0
+
+    def step(self, completion):
+        self.shown += 1
+        return Step(observation=f"{look(self.shown)}", done=self.shown > 2, reward=1.0)
+
+
+def trained(folder, name, size, kind, resume=None):
     tokenizer, kept = chat_tokenizer(TURNS), Trajectories()
     questions = [[{"role": "user", "content": f"{'?' * i} {i * 7919 % 1000}"}] for i in range(16)]
     settings = tiny_grpo(
@@ -56,7 +68,7 @@ def trained(folder, name, size, resume=None):
         train_dataset=Dataset.from_dict({"prompt": questions}),
         processing_class=tokenizer,
         reward_funcs=lambda completion_ids, **columns: [len(set(ids)) / 10 for ids in completion_ids],
-        tools=[look],
+        **({"tools": [look]} if kind == "tools" else {"rollout_func": episodes(Looks)}),
         hybrid={"engine": "vllm", "rollout": "multi_turn", "rollout_options": options},
         plugins=[kept],
     )
@@ -65,11 +77,11 @@ def trained(folder, name, size, resume=None):
     return [[dataclasses.asdict(one) for one in batch] for batch in kept.batches]
 
 
-def main(folder, size):
-    whole = trained(folder, "whole", size)
-    resumed = trained(folder, "resumed", size, str(folder / "whole" / "checkpoint-2"))
+def main(folder, size, kind):
+    whole = trained(folder, "whole", size, kind)
+    resumed = trained(folder, "resumed", size, kind, str(folder / "whole" / "checkpoint-2"))
     (folder / f"rank{RANK}.json").write_text(json.dumps({"whole": whole, "resumed": resumed}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

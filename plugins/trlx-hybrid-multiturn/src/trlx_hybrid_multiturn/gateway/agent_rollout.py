@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
-from trlx_hybrid.contract.conversation import Message
+from trlx_hybrid.contract.conversation import EpisodePool, Message, PooledEpisode
 from trlx_hybrid.errors import ConfigError
 
 from ..environment import Row
-from ..rollout_func import Batch, EpisodeRollout, refuse_no_turns
+from ..rollout_func import Batch, EpisodeRollout, PlayedEpisode, refuse_no_turns
 from ..tokens import TemplateTokens
 from .episode import AgentEpisode
 from .host import Agent, Host, OwnHost
@@ -61,23 +61,30 @@ class Agents(EpisodeRollout):
         self.agent = agent
         self._host: Host = ProcessHost(agent, processes) if processes else OwnHost(agent)
         self._parser: tuple[tuple[object, ...], Parser] | None = None  # with what it was made of
-        self._played: list[AgentEpisode] = []
         self._begins: dict[int, Sequence[tuple[int, int]]] = {}  # by the hash of a row's tokens
         self._told: set[str] = set()  # parameters that were said to be overridden
 
-    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """Run one agent per prompt. Its arguments and what it returns are those of `EpisodeRollout`.
+    def _played(self, trainer: Any, prompts: Sequence[Any]) -> Sequence[PlayedEpisode]:
+        """Run one agent per prompt to its end.
 
         Raises:
-            ConfigError: as in `EpisodeRollout`, or a process for agents did not start, or could not load the agent.
+            ConfigError: a process for agents did not start, or could not load the agent.
         """
-        self._played, self._begins = [], {}
         self._host.prepare(len(prompts))
-        rows = super().__call__(prompts, trainer)
-        for episode, *ids in zip(self._played, rows["prompt_ids"], rows["completion_ids"], strict=True):
-            self._begins[hash((*ids[0], *ids[1]))] = episode.branches
-        trainer.session.metrics["hybrid/agents/branches"] = [1 + len(episode.branches) for episode in self._played]
-        return rows
+        return super()._played(trainer, prompts)
+
+    def _in_flight(
+        self, trainer: Any, pool: EpisodePool, rows: Sequence[PooledEpisode]
+    ) -> list[Coroutine[Any, Any, None]]:
+        """Return coroutines that run agents of a pool to their end. Raises what `_played` raises."""
+        self._host.prepare(pool.in_flight)
+        return super()._in_flight(trainer, pool, rows)
+
+    def _returned(self, trainer: Any, runs: Sequence[PlayedEpisode]) -> dict[str, Any]:
+        """Return what TRL asks of a `rollout_func`, and keep where branches begin."""
+        self._begins = {hash((*run.prompt_ids, *run.conversation.completion_ids)): run.branches for run in runs}
+        trainer.session.metrics["hybrid/agents/branches"] = [1 + len(run.branches) for run in runs]
+        return super()._returned(trainer, runs)
 
     def branches(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> Sequence[tuple[int, int]]:
         """Return where later branches begin in a row of the last batch: for each, its place in the completion, and the
@@ -90,7 +97,7 @@ class Agents(EpisodeRollout):
         def tokens(tools: Sequence[Mapping[str, Any]]) -> TemplateTokens:
             return self._tokens_of(trainer, tools=list(tools)) if tools else self._tokens_of(trainer)
 
-        episode = AgentEpisode(
+        return AgentEpisode(
             index,
             row,
             prompt,
@@ -104,9 +111,8 @@ class Agents(EpisodeRollout):
             branching=branching(trainer),
             logprobs=trainer.session.sampling.logprobs is not None,
             sees_images=bool(trainer._is_vlm),
+            generate=batch.generate,
         )
-        self._played.append(episode)
-        return episode
 
     def _note_overridden(self, trainer: Any, given: Mapping[str, Any]) -> None:
         """Say once of each parameter that the run's own settings take its place."""

@@ -99,6 +99,7 @@ class Branch:
             turns=spoken.turns[:turns],
             calls=turns,
             finish_reason="length" if end.cut else "stop",
+            weight_versions=spoken.weight_versions[: end.tokens],
         )
         return Branch(self.number, self.prompt_ids, self.opening, kept, self.ends[:turns])
 
@@ -125,10 +126,12 @@ def joined(branches: Iterable[Branch], row: Conversation) -> tuple[list[int], li
             row.messages += branch.opening
             row.completion_ids += branch.prompt_ids
             row.loss_mask += [0] * len(branch.prompt_ids)
+            row.weight_versions += spoken.weight_versions[:1] * len(branch.prompt_ids)
             if row.logprobs is not None:
                 row.logprobs += [0.0] * len(branch.prompt_ids)
         row.completion_ids += spoken.completion_ids
         row.loss_mask += spoken.loss_mask
+        row.weight_versions += spoken.weight_versions
         if row.logprobs is not None and spoken.logprobs is not None:
             row.logprobs += spoken.logprobs
         row.messages += spoken.messages

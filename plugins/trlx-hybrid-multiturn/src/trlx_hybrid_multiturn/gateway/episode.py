@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trlx_hybrid.contract.conversation import Conversation, Limits, Message, RequestMaker, images_of
-from trlx_hybrid.contract.types import Completion
+from trlx_hybrid.contract.types import Completion, Request
 from trlx_hybrid.episodes.answers import described
 from trlx_hybrid.errors import EngineError
 
 from ..episode import Episode, rendered
-from ..loop import CallTool, Generate, Outcome, Start
+from ..loop import CallTool, Outcome, Start
 from ..tokens import TemplateTokens
 from ..tool_calls import LostCallError
 from .asked import Asked, Said
@@ -57,6 +57,7 @@ class AgentEpisode(Episode):
         branching: whether the episode may have several branches.
         logprobs: whether the run samples with log-probs.
         sees_images: whether the model takes images. An episode then has one branch.
+        generate: samples a request to its end.
 
     Attributes:
         reward: the agent's reward; None where it gave none, or the episode broke off.
@@ -79,8 +80,9 @@ class AgentEpisode(Episode):
         branching: bool,
         logprobs: bool,
         sees_images: bool,
+        generate: Callable[[Request], Awaitable[Completion]],
     ) -> None:
-        super().__init__(index, [], limits, request, failed)
+        super().__init__(index, [], limits, request, failed, generate)
         self.reward: float | None = None
         self.branches: list[tuple[int, int]] = []
         self.images: list[object] = []
@@ -152,7 +154,7 @@ class AgentEpisode(Episode):
             request = self._request(self._index, turn.place.draw, opened.context, images or None, room)
             self._open, self._promised = self._open + 1, self._promised + len(opened.new)
             try:
-                completion = await Generate(request)
+                completion = await self._generate(request)
             finally:
                 self._open, self._promised = self._open - 1, self._promised - len(opened.new)
             left = self._room(opened)
@@ -291,5 +293,6 @@ def first_tokens(completion: Completion, tokens: int) -> Completion:
         logprobs=completion.logprobs and completion.logprobs[:tokens],
         logprob_token_ids=completion.logprob_token_ids and completion.logprob_token_ids[:tokens],
         support=None if completion.support is None else completion.support[:tokens],
+        weight_versions=completion.weight_versions and completion.weight_versions[:tokens],
         finish_reason="stop",
     )

@@ -294,7 +294,7 @@ class PlayedEpisode(Protocol):
     prompt_ids: list[int]
     reward: float | None
     branches: list[tuple[int, int]]
-    """For each later branch, where it begins in the completion, and the number of its prompt's tokens."""
+    """The later branches: where each begins in the completion, and the number of its prompt's tokens."""
 
     @property
     def images(self) -> Sequence[object]:

@@ -32,6 +32,7 @@ class PooledGroup:
         prompt_ids: token ids of the prompt; empty for episodes, which know their own.
         due: the number of the batch that trains it at the latest.
         rows: its completions, conversations or episodes.
+        told: whether `Pool.completed` was called for it. A checkpoint does not have it.
     """
 
     number: int
@@ -39,6 +40,7 @@ class PooledGroup:
     prompt_ids: list[int]
     due: int
     rows: list[Any]
+    told: bool = False
 
     @property
     def complete(self) -> bool:
@@ -58,6 +60,7 @@ class Pool:
         groups: the groups, in the order in which they began.
         batch: the number of batches that were taken.
         begun: the number of groups that have begun.
+        completed: called once with each group that is complete, when `ready` finds it.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Pool:
         self._size, self._depth, self._row = size, depth, row
         self.groups: list[PooledGroup] = []
         self.batch = self.begun = 0
+        self.completed: Callable[[PooledGroup], None] = lambda group: None
 
     def room(self, batches: int) -> int:
         """Return how many groups may begin now. More could not all be trained before they are due, or at all.
@@ -94,7 +98,12 @@ class Pool:
     def ready(self) -> list[PooledGroup] | None:
         """Return the groups of the current batch: the oldest that are complete. None where the rollout has to go on,
         since there are too few, or since the groups that would be left could not all be trained before they are due."""
-        chosen = [group for group in self.groups if group.complete][: self._size]
+        complete = [group for group in self.groups if group.complete]
+        for group in complete:
+            if not group.told:
+                group.told = True
+                self.completed(group)
+        chosen = complete[: self._size]
         left = [group for group in self.groups if group not in chosen]
         in_time = all(group.due > self.batch + place // self._size for place, group in enumerate(left))
         return chosen if len(chosen) == self._size and in_time else None
@@ -113,7 +122,7 @@ class Pool:
         """Take what `state` returned."""
         self.batch, self.begun = state["batch"], state["begun"]
         self.groups = [
-            PooledGroup(**{**group, "rows": [self._row.restored(row) for row in group["rows"]]})
+            PooledGroup(**{**group, "rows": [self._row.restored(row) for row in group["rows"]], "told": False})
             for group in state["groups"]
         ]
 

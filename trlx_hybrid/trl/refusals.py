@@ -351,7 +351,7 @@ EARLY_REWARDS = Option(
     (
         Refusal("TRL samples", lambda f: _where(f.engine is None, "TRL generates")),
         Refusal(
-            "rows stay in flight",
+            "rows in flight, with reward functions that cannot begin before their batch is known (`placed`)",
             lambda f: _where(f.trainer.session.sampled is not None, "rows are sampled before their batch is known"),
         ),
         Refusal(

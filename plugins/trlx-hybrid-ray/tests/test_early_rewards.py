@@ -113,6 +113,37 @@ def test_training_is_the_same_and_groups_are_scored_while_others_are_sampled(run
             assert len(calls) == sum(map(len, begun.rollouts))  # nothing was scored twice
 
 
+def spelled(prompts, completions, completion_ids, index, log_metric, folder, **columns):
+    """Depends on the rows only: where these stay in flight, other weights are trained when a group is scored."""
+    note(folder, index)
+    log_metric("mean_tokens", sum(len(ids) for ids in completion_ids) / len(completion_ids))
+    assert all(isinstance(completion, str) for completion in completions)
+    return [len(str(p)) + len({*ids}) + row % 3 for p, ids, row in zip(prompts, completion_ids, index, strict=True)]
+
+
+def test_groups_in_flight_are_scored_as_soon_as_they_are_complete(run, prompts, tmp_path):
+    """Also where their batch is a later one; an evaluation in between is scored by itself, and changes nothing."""
+    hybrid = {"engine": "vllm", "rollout_options": {"max_staleness": 2, "in_flight": 32}}
+    given = RAGGED | {"max_steps": 5, "train_dataset": Dataset.from_list([*prompts, *prompts]), "hybrid": hybrid}
+    given |= {"eval_dataset": prompts.select(range(4)), "eval_strategy": "steps", "eval_steps": 1}
+    scored, logs = functools.partial(spelled, folder=tmp_path), {}
+    with remote_reward(scored, workers=2, early=True) as reward:
+        for function in (scored, reward):
+            begun, before = Begun(reward), len(asked(tmp_path))
+            finished = run(trlx_hybrid.GRPOTrainer, reward_funcs=function, plugins=[begun], **given)
+            finished.close()
+            logs[function], calls = finished.logs, asked(tmp_path)[before:]
+        assert logs[reward] == logs[scored]
+        trained = [rollout for rollout in begun.rollouts if len(rollout) != 1 or rollout[0][0] % 4 == 0]
+        rows = [row for rollout in trained for group in rollout for row in group]
+        assert len(calls) == sum(map(len, begun.rollouts))  # nothing was scored twice, and all was begun
+        assert all(call["index"] == [call["index"][0]] * len(call["index"]) for call in calls)
+        assert {*range(80)} <= {*rows}  # of 5 batches of 16 rows
+        assert max(map(len, begun.rollouts)) > 4  # more groups than a batch has
+        assert not reward._begun
+        assert not reward._later
+
+
 class Adder:
     """An environment whose state is part of its row's reward."""
 
@@ -178,6 +209,53 @@ def test_conversations_that_are_over_are_scored_while_others_go_on(run, tmp_path
         assert [len(call["index"]) for call in asks[reward]] == [4, 4]  # nothing was scored twice
         assert Adder.waited
         assert all(Adder.waited)
+
+
+def add(n: int) -> int:
+    """
+    Add a number.
+
+    Args:
+        n: How much.
+    """
+    return n + 1
+
+
+def told(completions, completion_ids, index, folder, **columns):
+    note(folder, index)
+    said = [sum(len(str(m["content"])) for m in messages) for messages in completions]
+    return [float(text + len(ids)) for text, ids in zip(said, completion_ids, strict=True)]
+
+
+def test_conversations_in_flight_are_scored_as_soon_as_their_group_is_complete(run, tmp_path):
+    calls = [{"name": "add", "arguments": {"n": n}} for n in range(6)]
+    turns = [f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls] + [f"answer {i}" for i in range(6)]
+    tokenizer, scored, logs = chat_tokenizer(turns), functools.partial(told, folder=tmp_path), {}
+    rows = [{"prompt": [{"role": "user", "content": f"from {i * 7919 % 1000}"}], "index": i} for i in range(16)]
+    options = {"max_staleness": 2, "in_flight": 24, "tools": "main", "progress": False}
+    with remote_reward(scored, workers=2, early=True) as reward:
+        for function in (scored, reward):
+            begun, before = Begun(reward), len(asked(tmp_path))
+            finished = run(
+                trlx_hybrid.GRPOTrainer,
+                model=chatty_model(tokenizer, turns),
+                processing_class=tokenizer,
+                train_dataset=Dataset.from_list(rows),
+                tools=[add],
+                reward_funcs=function,
+                hybrid={"engine": "vllm", "rollout": "multi_turn", "rollout_options": options},
+                plugins=[begun],
+                max_tool_calling_iterations=2,
+                max_completion_length=300,
+                max_steps=4,
+                vllm_max_model_length=2048,
+            )
+            finished.close()
+            logs[function], asks = finished.logs, asked(tmp_path)[before:]
+    assert logs[reward] == logs[scored]
+    assert sorted(row for rollout in begun.rollouts for group in rollout for row in group) == [*range(32)]
+    assert [call["index"] for call in asks] == [[call["index"][0]] * 4 for call in asks]  # whole groups, each once
+    assert len(asks) == 8
 
 
 def lengths(prompts, completions, folder, **columns):

@@ -5,6 +5,10 @@ tools and environments, the rows with the slowest calls take this time. A reward
 wait for these rows. If a reward function has a true attribute `begins_early`, its method `prepare` is called before the
 rollout. Its method `begin` is called for each group as soon as the group is complete, and must return at once. When TRL
 calls the function itself, for all rows, the rewards are already being computed.
+
+Where rows stay in flight, a group may be complete long before its batch. `begin` then gets numbers of rows that hold
+for the whole run. Before TRL calls the function, its method `placed` is told which of them are in the batch, and where.
+What was begun for the others waits for a later batch.
 """
 
 from __future__ import annotations
@@ -18,13 +22,11 @@ from ...contract.conversation import Conversation
 from ...contract.types import Completion, Request
 from ...interprocess.copies import copied
 from ..refusals import EARLY_REWARDS, Facts
+from .reward_arguments import arguments_of, completion_of, early_functions
 
 if TYPE_CHECKING:
     from ..state import RunState
     from ..stock import StockTrainer
-
-NOT_COLUMNS = ("prompt", "completion", "completion_ids")
-"""Columns of a dataset's row that TRL does not pass on to reward functions under their own names."""
 
 
 @contextmanager
@@ -38,11 +40,18 @@ def begun_early(
         parse_response: TRL's function of that name.
         prompts: the prompts of the rollout that begins, as TRL will pass them to reward functions.
     """
-    functions = [f for f in getattr(trainer, "reward_funcs", None) or () if getattr(f, "begins_early", False)]
+    functions = early_functions(trainer)
     if not functions:
         yield
         return
-    reason = EARLY_REWARDS.refused(Facts.of(trainer, run.session.selection))
+    in_flight, reason = run.in_flight, EARLY_REWARDS.refused(Facts.of(trainer, run.session.selection))
+    if in_flight is not None and in_flight.begins_rewards:
+        places = in_flight.places if run.session.sampled is not None else {}
+        for function in functions:
+            function.placed(places)
+        if places:
+            yield
+            return
     if reason is None and len(prompts) != len(run.session.rows):
         reason = "the rollout has other rows than the batch"
     if reason is not None:
@@ -107,37 +116,14 @@ class SampledGroups:
         self._scored[row] = completion, token_ids
         group = self._group_of[row]
         if all(n in self._scored for n in group):
-            arguments = self._arguments(group)
+            scored = [self._scored[n] for n in group]
+            rows, prompts = [self._rows[n] for n in group], [self._prompts[n] for n in group]
+            arguments = arguments_of(self._trainer, rows, prompts, scored)
+            if (environments := getattr(self._trainer, "environments", None)) is not None:
+                arguments["environments"] = [environments[n] for n in group]
             for function in self._functions:
                 function.begin(group, **copied(arguments))
 
-    def _arguments(self, rows: Sequence[int]) -> dict[str, Any]:
-        """Return the arguments with which TRL will call a reward function, for these rows.
-
-        Source: trl 1.16, `_generate` (completions) and `_calculate_rewards` (the rest) of GRPO and RLOO.
-        """
-        trainer = self._trainer
-        columns = [key for key in self._rows[0] if key not in NOT_COLUMNS]
-        environments = getattr(trainer, "environments", None)
-        return {
-            **{key: [self._rows[row][key] for row in rows] for key in columns},
-            "prompts": [self._prompts[row] for row in rows],
-            "completions": [self._scored[row][0] for row in rows],
-            "completion_ids": [self._scored[row][1] for row in rows],
-            "trainer_state": trainer.state,
-            "log_extra": trainer._log_completion_extra,
-            "log_metric": trainer._log_metric,
-        } | ({} if environments is None else {"environments": [environments[row] for row in rows]})
-
     def _completion(self, row: int, request: Request, completion: Completion) -> Any:
-        """Return a completion in the form in which TRL passes it to reward functions: a text, or a list with one
-        message if the prompt is a list of messages. GRPO parses it into a message where the tokenizer can, RLOO does
-        not."""
-        trainer = self._trainer
-        messages, tokenizer = not isinstance(self._prompts[row], str), trainer._tokenizer
-        templates = (getattr(tokenizer, name, None) for name in ("response_template", "response_schema"))
-        if messages and trainer._base_name == "GRPO" and any(template is not None for template in templates):
-            tools, prefix = getattr(trainer, "tools", None), request.prompt_ids
-            return [self._parse_response(tokenizer, completion.token_ids, prefix=prefix, tools=tools)]
-        (text,) = trainer.processing_class.batch_decode([completion.token_ids], skip_special_tokens=True)
-        return [{"role": "assistant", "content": text}] if messages else text
+        prompt, token_ids = self._prompts[row], completion.token_ids
+        return completion_of(self._trainer, self._parse_response, prompt, request.prompt_ids, token_ids)

@@ -29,8 +29,10 @@ from ...rollout.seeding import preserved_generators
 from ..arguments import rows_of_a_batch
 from ..checkpoint.data_order import micro_batches_of_a_rollout, read_file, write_file
 from ..refusals import IN_FLIGHT, Facts
+from .pooled_rewards import PooledRewards, numbers_of
 from .pooled_rows import PooledConversations, PooledEpisodes
 from .prompt_order import IndexedOrder, PromptOrder, StreamedOrder
+from .reward_arguments import early_functions
 from .tool_calling import refuse_text
 
 if TYPE_CHECKING:
@@ -68,6 +70,10 @@ class InFlight:
         answers: what answers the model: TOOLS, whose conversations the rollout component plays; EPISODES, which a
             `rollout_func` plays; or None.
         streamed: whether the training dataset is iterable.
+
+    Attributes:
+        begins_rewards: whether reward functions begin with each group that is complete, before its batch is known.
+        places: the places of rows in the batch that was taken last, by their numbers in the run.
     """
 
     def __init__(
@@ -95,6 +101,7 @@ class InFlight:
         }
         self._rollout: tuple[PoolRollout, ExitStack] | None = None  # on engines that sample while the trainer trains
         self._columns: list[str] = []
+        self.begins_rewards = False
         self.start(None)
 
     @property
@@ -117,6 +124,7 @@ class InFlight:
         self._pool = Pool(self._size, self._depth, KINDS[self._answers])
         self._played_rows: PooledConversations | PooledEpisodes | None = None
         self._order: PromptOrder | None = None
+        self.places: dict[int, int] = {}
         self._resumed = None if checkpoint is None else self._read(Path(checkpoint))
 
     def _read(self, checkpoint: Path) -> dict[str, Any] | None:
@@ -156,6 +164,12 @@ class InFlight:
             self._order = StreamedOrder(loader, self._size * completions, completions, repeats, epoch)
         else:
             self._order = IndexedOrder(trainer.train_dataset, loader, completions, repeats)
+        functions = early_functions(trainer)
+        self.begins_rewards = (
+            self._answers != EPISODES and bool(functions) and all(hasattr(f, "placed") for f in functions)
+        )
+        if self.begins_rewards:
+            self._pool.completed = PooledRewards(trainer, self._of_dataset).begin
         state, self._resumed = self._resumed, None
         if state is None:
             self._order.skip(math.ceil(trained / repeats) * self._size)  # the rest of the last batch is kept
@@ -190,6 +204,8 @@ class InFlight:
             between its sampling and the batch.
         """
         session, self._columns = self._session, columns
+        for function in early_functions(trainer) if self.begins_rewards else ():
+            function.prepare()
         with session.rollout_phase(True):
             chosen = self._completed(trainer) if self._answers is None else self._played(trainer)
         rows, version = [row for group in chosen for row in group.rows], session.weight_version
@@ -201,6 +217,8 @@ class InFlight:
             session.sampled = rows if self._answers == EPISODES else [row.conversation for row in rows]
             versions = [row.conversation.weight_versions for row in rows]
             sampled = [row.conversation.loss_mask for row in rows]
+        numbers = [number for group in chosen for number in numbers_of(group)]
+        self.places = {number: place for place, number in enumerate(numbers)}
         staleness = [[version - of_token for of_token in of_row] for of_row in versions]
         self._log(
             [age for ages, mask in zip(staleness, sampled, strict=True) for age in itertools.compress(ages, mask)]

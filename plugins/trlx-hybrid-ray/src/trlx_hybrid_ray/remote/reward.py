@@ -310,7 +310,8 @@ class EarlyRemoteReward(RemoteReward):
 
     Attributes:
         begins_early: always True. If a reward function has this attribute, a trainer of this package calls its method
-            `prepare` before a rollout, and its method `begin` for each group that is sampled.
+            `prepare` before a rollout, and its method `begin` for each group that is sampled. Where rows stay in
+            flight, it also calls `placed`, before TRL calls the function itself.
     """
 
     begins_early = True
@@ -318,6 +319,7 @@ class EarlyRemoteReward(RemoteReward):
     def __init__(self, name: str, pool: UserPool, drop: frozenset[str], deadline: float) -> None:
         super().__init__(name, pool, drop, deadline)
         self._begun: dict[Share, tuple[Columns, Reference]] = {}
+        self._later: dict[Share, tuple[Columns, Reference]] = {}  # begun for rows of later batches
         self._kept: tuple[Mapping[str, object], Reference] | None = None  # arguments shared by a rollout, and reference
 
     def prepare(self) -> None:
@@ -329,12 +331,24 @@ class EarlyRemoteReward(RemoteReward):
         self._kept = None
         self._pool.restore()
 
+    def placed(self, places: Mapping[int, int]) -> None:
+        """Note which rows TRL is going to pass, where rows stay in flight. What was begun for the others is kept for
+        later batches.
+
+        Args:
+            places: the rows' places in the batch that TRL will pass, by the numbers that `begin` got.
+        """
+        begun, self._begun = self._begun | self._later, {}
+        self._later = {share: found for share, found in begun.items() if not all(row in places for row in share.rows)}
+        for share in begun.keys() - self._later.keys():
+            self._begun[Share(share.worker, tuple(places[row] for row in share.rows))] = begun[share]
+
     def begin(self, rows: Sequence[int], **arguments: object) -> None:
         """Begin to score rows of a batch before TRL asks for the scores, in the worker with the fewest waiting rows.
         Returns at once; TRL's later call of the reward function collects the scores.
 
         Args:
-            rows: the rows' numbers in the batch that TRL will pass.
+            rows: the rows' numbers in the batch that TRL will pass, or, where rows stay in flight, in the run.
             arguments: the arguments that TRL will pass, for these rows.
 
         Raises:
@@ -369,7 +383,7 @@ class EarlyRemoteReward(RemoteReward):
         the calls of a rollout that was interrupted, are forgotten, and their rows are scored anew. They are not
         cancelled: with Ray 2.60, an actor whose queue has lost a call holds back the later ones for 30 s.
         """
-        begun, self._begun, self._kept = self._begun, {}, None
+        begun, self._begun, self._later, self._kept = self._begun, self._later, {}, None
         found = {share: reference for share, (columns, reference) in begun.items() if batch.has(share.rows, columns)}
         if len(found) < len(begun):
             told = f"{len(begun) - len(found)} of {len(begun)} groups that it had begun with have changed since"
@@ -379,7 +393,7 @@ class EarlyRemoteReward(RemoteReward):
     def close(self) -> None:
         """End the workers, give their resources back, and forget all calls that `begin` made. Another call of the
         reward function starts new workers."""
-        self._begun, self._kept = {}, None
+        self._begun, self._later, self._kept = {}, {}, None
         super().close()
 
 

@@ -2,13 +2,17 @@
 
 import io
 import socket
+import time
 from base64 import b64encode
+from concurrent.futures import ThreadPoolExecutor
 
+import anthropic
 import httpx
+import openai
 import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 from PIL import Image
-from trlx_hybrid_multiturn.gateway import chat, messages, responses
+from trlx_hybrid_multiturn.gateway import chat, messages, responses, server
 from trlx_hybrid_multiturn.gateway.asked import Said, compared
 from trlx_hybrid_multiturn.gateway.errors import RefusedError
 from trlx_hybrid_multiturn.gateway.seat import Ended, Seat, Turn
@@ -189,6 +193,53 @@ def test_a_client_that_goes_away_leaves_its_answer_for_the_next_time(seat):
         httpx.post(f"{url}/chat/completions", json=ASKED, timeout=0.5)
     answering(seat, "late")
     assert ask(url, ASKED["messages"]).json()["choices"][0]["message"]["content"] == "late"
+
+
+def streams(url):
+    """What each official client reads of a streamed answer, in a thread that gives up after a second of silence."""
+    client = openai.OpenAI(base_url=url, api_key="none", timeout=1.0, max_retries=0)
+    other = anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key="none", timeout=1.0, max_retries=0)
+    said = ASKED["messages"]
+
+    def by_chat():
+        chunks = client.chat.completions.create(model="any", messages=said, stream=True)
+        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+    def by_responses():
+        with client.responses.stream(model="any", input=said) as stream:
+            return stream.get_final_response().output_text
+
+    def by_messages():
+        with other.messages.stream(model="any", max_tokens=9, messages=said) as stream:
+            return stream.get_final_text()
+
+    return {"chat": by_chat, "responses": by_responses, "messages": by_messages}
+
+
+@pytest.mark.parametrize("api", ["chat", "responses", "messages"])
+def test_a_client_that_streams_waits_as_long_as_the_engine_sleeps(seat, monkeypatch, api):
+    """A silent connection would be given up after a second."""
+    monkeypatch.setattr(server, "QUIET_SECONDS", 0.3)
+    seat, url = seat
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(streams(url)[api])
+        time.sleep(2.5)
+        assert not waiting.done()
+        answering(seat, "at last")
+        assert waiting.result(20) == "at last"
+    assert seat.heard
+
+
+@pytest.mark.parametrize("api", ["chat", "responses", "messages"])
+def test_an_error_after_a_stream_has_begun_is_raised_by_the_client(seat, monkeypatch, api):
+    monkeypatch.setattr(server, "QUIET_SECONDS", 0.3)
+    seat, url = seat
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(streams(url)[api])
+        time.sleep(1.5)
+        seat.end(RefusedError("The episode is over.", status=410))
+        with pytest.raises((openai.APIError, anthropic.APIError), match="The episode is over"):
+            waiting.result(20)
 
 
 # --- images -----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any
 
 import uvicorn
@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from . import chat, completions, messages, responses
-from .asked import Said
+from .asked import Asked, Said
 from .errors import RefusedError
 from .seat import Seat
 
@@ -34,6 +34,9 @@ BACKLOG = 2048
 KEPT_SECONDS = 3600
 """Seconds for which a connection without a request is kept open. Tools may take their time, and a client that sends its
 next request while the server closes the connection gets an error."""
+QUIET_SECONDS = 10.0
+"""Seconds after which a streamed answer begins, with comments as often, where the message is still to be sampled. The
+engine may sleep meanwhile, and a client gives up a connection on which nothing comes."""
 START_SECONDS = 30.0
 
 
@@ -127,39 +130,43 @@ class Gateway:
         )
 
     async def _chat(self, request: Request) -> Response:
-        return await self._answered(request, chat, _chunks)
+        return await self._answered(request, chat, _chunk, "data: [DONE]\n\n")
 
     async def _responses(self, request: Request) -> Response:
-        return await self._answered(request, responses, _events)
+        return await self._answered(request, responses, _event)
 
     async def _completions(self, request: Request) -> Response:
-        return await self._answered(request, completions, _chunks)
+        return await self._answered(request, completions, _chunk, "data: [DONE]\n\n")
 
     async def _messages(self, request: Request) -> Response:
-        return await self._answered(request, messages, _events)
+        return await self._answered(request, messages, _event)
 
-    async def _answered(self, request: Request, api: Any, lines: Any) -> Response:
+    async def _answered(
+        self, request: Request, api: Any, line: Callable[[Mapping[str, Any]], str], end: str = ""
+    ) -> Response:
         """Answer a request.
 
         Args:
             request: the request.
             api: the module that reads and writes the API's JSON.
-            lines: writes the parts of an answer as a stream.
+            line: writes a part of an answer that is streamed.
+            end: what ends a stream.
         """
         number = str(next(self._numbers))
         try:
             seat, body = self._seat(request), await _body(request)
             asked, again = api.read(body), _again(request)
-            places = range(asked.choices)
-            asking = (seat.ask(asked, again=again, choice=place) for place in places)
-            choices = _answers(await asyncio.gather(*asking, return_exceptions=True))
+            choices = asyncio.create_task(_choices(request, seat, asked, again))
+            if not body.get("stream"):
+                return JSONResponse(api.written(body, await choices, number))
+            await asyncio.wait({choices}, timeout=QUIET_SECONDS)
+            if choices.done():
+                await choices  # a refusal has a status of its own, as long as nothing was sent
         except RefusedError as error:
             return JSONResponse(api.refused(error), error.status)
-        if not await request.is_disconnected():
-            seat.hear(said.place for said in choices)
-        if body.get("stream"):
-            return StreamingResponse(lines(api.streamed(body, choices, number)), media_type="text/event-stream")
-        return JSONResponse(api.written(body, choices, number))
+        choices.add_done_callback(lambda done: done.cancelled() or done.exception())  # the client may be gone
+        lines = _lines(choices, lambda said: api.streamed(body, said, number), api.refused, line, end)
+        return StreamingResponse(lines, media_type="text/event-stream")
 
     async def _count(self, request: Request) -> Response:
         try:
@@ -182,20 +189,26 @@ def gateway() -> Gateway:
     return Gateway()
 
 
-def _answers(outcomes: Iterable[Said | BaseException]) -> list[Said]:
+async def _choices(request: Request, seat: Seat, asked: Asked, again: bool | None) -> list[Said]:
     """Return the messages that were sampled for a request, fewer than it asks for where there was no room for all.
 
     Args:
-        outcomes: for each message that it asks for, the message, or why there is none.
+        request: the request, whose client has heard them if it is still there.
+        seat: the place of its episode.
+        asked: what it asks for.
+        again: whether the client says that it sends the request again.
 
     Raises:
         RefusedError: there is none at all.
     """
-    outcomes = [*outcomes]
+    asking = (seat.ask(asked, again=again, choice=place) for place in range(asked.choices))
+    outcomes = await asyncio.gather(*asking, return_exceptions=True)
     said = [outcome for outcome in outcomes if isinstance(outcome, Said)]
     for error in outcomes:
         if isinstance(error, BaseException) and (not said or not isinstance(error, RefusedError)):
             raise error
+    if not await request.is_disconnected():
+        seat.hear(each.place for each in said)
     return said
 
 
@@ -218,14 +231,40 @@ async def _body(request: Request) -> Any:
         raise RefusedError(f"The body is no JSON: {error}.") from None
 
 
-async def _chunks(parts: Iterable[Any]) -> AsyncIterator[str]:
-    """Yield the parts of an answer as OpenAI streams them."""
-    for part in parts:
-        yield f"data: {json.dumps(part)}\n\n"
-    yield "data: [DONE]\n\n"
+async def _lines(
+    choices: asyncio.Task[list[Said]],
+    parts: Callable[[list[Said]], Iterable[Mapping[str, Any]]],
+    refused: Callable[[RefusedError], Mapping[str, Any]],
+    line: Callable[[Mapping[str, Any]], str],
+    end: str,
+) -> AsyncIterator[str]:
+    """Yield an answer as a stream: comments until its messages are there, and then its parts.
+
+    Args:
+        choices: the messages, or the error.
+        parts: returns the parts of an answer.
+        refused: returns the part that tells a client of an error.
+        line: writes a part.
+        end: what ends the stream.
+    """
+    while not choices.done():
+        yield ": being sampled\n\n"
+        await asyncio.wait({choices}, timeout=QUIET_SECONDS)
+    try:
+        said = await choices
+    except RefusedError as error:
+        yield line(refused(error))
+        return
+    for part in parts(said):
+        yield line(part)
+    yield end
 
 
-async def _events(parts: Iterable[Any]) -> AsyncIterator[str]:
-    """Yield the parts of an answer as events that have a type."""
-    for part in parts:
-        yield f"event: {part['type']}\ndata: {json.dumps(part)}\n\n"
+def _chunk(part: Mapping[str, Any]) -> str:
+    """Return a part of an answer as OpenAI streams it."""
+    return f"data: {json.dumps(part)}\n\n"
+
+
+def _event(part: Mapping[str, Any]) -> str:
+    """Return a part of an answer as an event that has a type."""
+    return f"event: {part.get('type', 'error')}\ndata: {json.dumps(part)}\n\n"

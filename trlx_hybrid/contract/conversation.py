@@ -310,6 +310,11 @@ class RowPool(Protocol[PooledT]):
     def version(self) -> int:
         """The version of the weights that sample in this rollout."""
 
+    @property
+    def goes_on(self) -> bool:
+        """True where the engine works while the trainer trains. Then a rollout leaves its unfinished requests to the
+        engine, until `Rollout.interrupt` is called."""
+
     def unfinished(self) -> Sequence[PooledT]:
         """Return the rows that are not over, in the order in which they are to be played."""
 

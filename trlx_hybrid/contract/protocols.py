@@ -1,5 +1,4 @@
-"""The protocols of components (engine, weight sync, rollout, scoring, algorithm, environment): the members that each
-kind must have. Plugins depend on each other only through these protocols."""
+"""The protocols of components: the members that each kind must have. Plugins depend on each other only through them."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ NamedTensors = Iterable[tuple[str, "Tensor"]]
 
 
 class Run(Protocol):
-    """The view of a run that hooks and components get: the part of `trlx_hybrid.session.Session` that they may rely
-    on."""
+    """The view of a run that hooks and components get: what they may rely on of `trlx_hybrid.session.Session`."""
 
     @property
     def args(self) -> TrainingArguments:
@@ -335,8 +333,7 @@ class WeightSync(Protocol):
 
 
 class Rollout(Protocol):
-    """A rollout, which turns prompts into completions. A component that inherits from this class gets the optional
-    members."""
+    """A rollout, which turns prompts into completions. Components that inherit from it get the optional members."""
 
     name: str
 
@@ -344,8 +341,7 @@ class Rollout(Protocol):
     """True where this component runs conversations with tools, in `converse`; else TRL calls `run` for each turn."""
 
     tells: bool = False
-    """True where the rollout calls the run's `on_completion` in `run`, and `on_conversation` in `converse`, as soon as
-    a completion or conversation is finished. Rewards that are computed during the rollout need it."""
+    """True where `run` and `converse` call the run's `on_completion` and `on_conversation` at once."""
 
     def run(self, session: Run, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Sample one completion per request and return them in the order of the requests, on which TRL relies."""
@@ -366,6 +362,10 @@ class Rollout(Protocol):
         """Play a pool's conversations until `pool.batch()` is complete, and interrupt the others: their tokens are
         kept, and the next call goes on from them. Tool calls go on meanwhile. Only with `Component.interrupts`."""
         raise ComponentError(f"rollout {self.name!r} keeps no conversations in flight")
+
+    def interrupt(self) -> None:
+        """Interrupt the requests that `play` has left to the engine (`pool.goes_on`). The pool gets their tokens."""
+        return
 
     def close(self) -> None:
         """Stop the rollout's threads and processes. Called when the session or its engine closes."""

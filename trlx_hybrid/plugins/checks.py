@@ -21,7 +21,7 @@ from ..errors import nearest
 OPTIONAL = {
     "Engine": {"peers_lost", "untested", "stream", "regions", "weights_written", "leave"},
     "WeightSync": {"keeps_weights", "open", "note", "put_back", "forget", "check", "release"},
-    "Rollout": {"converses", "tells", "converse", "play", "close"},
+    "Rollout": {"converses", "tells", "converse", "play", "interrupt", "close"},
     "Scoring": {"deferred", "balanced", "joins", "micro_batches", "joined", "note", "state", "load_state", "close"},
     "Algorithm": {name for name in vars(Algorithm) if not name.startswith("_")},
     "EnvironmentArguments": {field.name for field in fields(EnvironmentArguments)},
@@ -29,7 +29,7 @@ OPTIONAL = {
 """Members of each protocol that a component may inherit instead of defining them. An engine need not have its optional
 members at all."""
 
-ADDED = {"Rollout": {"play"}, "Scoring": {"state", "load_state"}}
+ADDED = {"Rollout": {"play", "interrupt"}, "Scoring": {"state", "load_state"}}
 """Optional members of each protocol that have been added to it since 0.1: no component need have them."""
 
 ACTS = ("draw", "keep", "observe", "rewards", "advantages", "loss")

@@ -27,6 +27,7 @@ class Stream:
 
     def __init__(self, lengths):
         self._lengths, self._running, self._next, self.most = lengths, {}, 0, 0
+        self._alone = {}
 
     def add(self, request):
         self._running[self._next] = [request, []]
@@ -48,7 +49,14 @@ class Stream:
                 del self._running[key]
         return finished, more
 
+    def go_on(self, steps):
+        """Sample what is left to it, while the trainer trains."""
+        for _ in range(steps):
+            self._alone |= dict(self.step(True)[0])
+
     def sampled(self, key):
+        if key in self._alone:
+            return self._alone[key]
         request, tokens = self._running[key]
         return self._completion(tokens, request.seed, None)
 
@@ -66,14 +74,11 @@ class Conversations:
 
     in_flight = 4
 
-    def __init__(self, lengths, batches, depth, tools):
+    def __init__(self, lengths, batches, depth, tools, goes_on=False):
+        self.goes_on, self.version = goes_on, 0
         self.pool = Pool(SIZE, depth, PooledConversation)
         self.lengths, self._batches, self._tools = lengths, batches, tools
         self.limits = Limits(completion_tokens=LONGEST, model_tokens=1000, tool_turns=3)
-
-    @property
-    def version(self):
-        return self.pool.batch
 
     def unfinished(self):
         return [row for group in self.pool.groups for row in group.rows if not row.over]
@@ -167,21 +172,25 @@ def plans(draw):
     rows = SIZE * batches * COMPLETIONS
     turns = st.lists(st.one_of(st.integers(1, 2), st.integers(1, 20)), min_size=1, max_size=4)
     lengths = draw(st.lists(turns, min_size=rows, max_size=rows))
-    return lengths, batches, depth, draw(st.integers(0, 6))
+    return lengths, batches, depth, draw(st.integers(0, 6)), draw(st.none() | st.integers(0, 8))
 
 
 @settings(max_examples=100, deadline=None)
 @given(plans())
 def test_conversations_are_the_same_wherever_they_are_interrupted(plan):
-    lengths, batches, depth, restored = plan
-    plays, pool, run = rollout(), Conversations(lengths, batches, depth, {"look": look}), session(lengths)
+    """Also where an engine goes on by itself while the trainer trains, for some steps."""
+    lengths, batches, depth, restored, alone = plan
+    goes_on = alone is not None
+    plays, pool, run = rollout(), Conversations(lengths, batches, depth, {"look": look}, goes_on), session(lengths)
     trained = []
     for batch in range(batches):
+        plays.interrupt()
         if batch == restored:  # as a checkpoint does
             state = copy.deepcopy(pool.pool.state())
             plays.close()
-            pool, plays = Conversations(lengths, batches, depth, {"look": look}), rollout()
+            pool, plays = Conversations(lengths, batches, depth, {"look": look}, goes_on), rollout()
             pool.pool.load_state(state)
+        pool.version = batch
         plays.play(run, pool)
         for group in pool.pool.ready():
             for place, row in enumerate(group.rows):
@@ -198,6 +207,7 @@ def test_conversations_are_the_same_wherever_they_are_interrupted(plan):
                 assert pieces == sorted(pieces)  # each request of a row has the next seed
             trained.append(group.number)
         pool.pool.take(pool.pool.ready())
+        run.streams[-1].go_on(alone or 0)
     assert sorted(trained) == list(range(SIZE * batches))
     assert all(stream.most <= pool.in_flight for stream in run.streams)
 

@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 from trlx_hybrid import GRPOTrainer, HybridConfig
 from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
 from trlx_hybrid.testing.models import character_tokenizer, sorting_prompts, tiny_model
+from trlx_hybrid_multiturn import Step, episodes
 
 from tests.support.in_flight import Trajectories, Weights
 
@@ -163,30 +164,78 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def test_conversations_with_tools_stay_in_flight(session_cluster, run):
+class Doubts:
+    """Answers twice."""
+
+    def reset(self, row):
+        self.left = 2
+
+    def step(self, completion):
+        self.left -= 1
+        return Step(observation="sure?", done=self.left < 0, reward=float(len(completion) % 7))
+
+
+class Waits(TrainerCallback):
+    """Waits at the end of each step until the engines have sampled all that was left to them."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        nothing_to_do(self.trainer.session.live_engine)
+
+
+@pytest.mark.parametrize("kind", ["tools", "an environment"])
+def test_conversations_and_episodes_go_on_while_the_trainer_trains(session_cluster, run, tmp_path, kind):
+    """Whole turns that were begun before a step ended are of its weights, and none is sampled by two versions."""
     turns = ['<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>', "a plain answer", "no"]
-    tokenizer, kept = chat_tokenizer(turns), Trajectories()
+    tokenizer, kept, weights, waits = chat_tokenizer(turns), Trajectories(), Weights(), Waits()
     questions = [[{"role": "user", "content": f"{'?' * i} {i * 7919 % 1000}"}] for i in range(16)]
+    answers = {"tools": [add]} if kind == "tools" else {"rollout_func": episodes(Doubts)}
+    options = {"max_staleness": STALENESS, "tools": "main", "progress": False}
     done = run(
         GRPOTrainer,
         model=chatty_model(tokenizer, turns),
         processing_class=tokenizer,
         plugins=[kept],
-        tools=[add],
+        callbacks=[weights, waits],
         max_steps=4,
-        max_completion_length=90,
+        max_completion_length=90 if kind == "tools" else 300,
         max_tool_calling_iterations=3,
         vllm_max_model_length=1024,
         loss_type="grpo",
         train_dataset=Dataset.from_dict({"prompt": questions}),
-        hybrid={"engine": "remote", "rollout": "multi_turn", "rollout_options": {"max_staleness": STALENESS}},
+        hybrid={"engine": "remote", "rollout": "multi_turn", "rollout_options": options},
+        eval_strategy="steps",
+        eval_steps=2,
+        eval_dataset=Dataset.from_dict({"prompt": questions[:2]}),
+        save_strategy="steps",
+        save_steps=2,
+        output_dir=str(tmp_path / "run"),
+        train=False,
+        **answers,
     )
-    history = done.trainer.state.log_history[:-1]
+    waits.trainer = done.trainer
+    done.trainer.train()
+    history = [log for log in done.trainer.state.log_history if "loss" in log]
+    assert "also while the trainer trains" in " ".join(done.trainer.session.notes)
     prompts = Counter(tuple(t.prompt_ids) for batch in kept.batches for t in batch)
     assert set(prompts.values()) == {4}
-    assert max(log["tools/call_frequency"] for log in history) > 0
+    if kind == "tools":
+        assert max(log["tools/call_frequency"] for log in history) > 0
     ages = [step - t.weight_versions[0] for step, batch in enumerate(kept.batches) for t in batch]
     assert 0 < max(ages) <= STALENESS
-    # Engine and trainer agree about what the current weights have sampled.
-    assert all(log.get("sampling/current_logp_difference", 0) < 1e-5 for log in history)
+    model, several = chatty_model(tokenizer, turns).eval(), 0
+    for t in (t for batch in kept.batches for t in batch):
+        versions = t.weight_versions
+        sampled = [at for at, own in enumerate(t.loss_mask) if own]
+        inside = [at for at in sampled if at and t.loss_mask[at - 1]]
+        assert all(versions[at] == versions[at - 1] for at in inside)
+        several += len({versions[at] for at in sampled}) > 1
+        for version in {versions[at] for at in sampled}:
+            model.load_state_dict(weights.of_version[version])
+            with torch.no_grad():
+                scored = model(torch.tensor([t.prompt_ids + t.completion_ids])).logits[0].log_softmax(-1)
+            for at in sampled:
+                if versions[at] == version:
+                    wanted = scored[len(t.prompt_ids) + at - 1, t.completion_ids[at]].item()
+                    assert t.logprobs[at] == pytest.approx(wanted, abs=1e-5)
+    assert several  # turns of one row by several versions
     done.close()

@@ -102,13 +102,14 @@ class InFlight:
         self._rollout: tuple[PoolRollout, ExitStack] | None = None  # on engines that sample while the trainer trains
         self._columns: list[str] = []
         self.begins_rewards = False
+        self._played_rows: PooledConversations | PooledEpisodes | None = None
         self.start(None)
 
     @property
     def note(self) -> str:
         """A line to print when the run starts."""
         steps, engine = self._settings["max_staleness"], self._session.selection.engine
-        goes_on = engine is not None and engine.component.remote and self._answers is None
+        goes_on = engine is not None and engine.component.remote
         return (
             f"rows in flight: for up to {steps} optimizer steps, {self._in_flight} rows at a time on each rank"
             f"{', also while the trainer trains' if goes_on else ''}"
@@ -122,7 +123,7 @@ class InFlight:
         """
         self._end_rollout(keep=False)
         self._pool = Pool(self._size, self._depth, KINDS[self._answers])
-        self._played_rows: PooledConversations | PooledEpisodes | None = None
+        self._played_rows = None
         self._order: PromptOrder | None = None
         self.places: dict[int, int] = {}
         self._resumed = None if checkpoint is None else self._read(Path(checkpoint))
@@ -265,6 +266,10 @@ class InFlight:
         Args:
             keep: whether the pool gets what they have sampled.
         """
+        played, rollout_component = self._played_rows, self._session.rollout
+        if keep and played is not None and played.goes_on and hasattr(rollout_component, "interrupt"):
+            with preserved_generators():
+                asked(self._session.sampler.source, rollout_component, "interrupt")
         if self._rollout is None:
             return
         (rollout, opened), self._rollout = self._rollout, None
@@ -277,6 +282,7 @@ class InFlight:
         """Let the rollout component play conversations, or TRL's `rollout_func` episodes, until the groups of a batch
         are complete; return these."""
         session = self._session
+        self._end_rollout()
         if self._played_rows is None:
             pooled = trainer, session, self._pool, self._in_flight, self._begin
             episodes = self._answers == EPISODES

@@ -49,9 +49,11 @@ class PooledRows(Generic[PooledT]):
     ) -> None:
         self._session, self._pool, self._in_flight, self._begin = session, pool, in_flight, begin
         self._trainer: Callable[[], Any] = weakref.ref(trainer)  # the rollout component keeps this object
+        self._version = session.weight_version
 
     def next_rollout(self) -> None:
         """Begin a rollout."""
+        self._version = self._session.weight_version
 
     @property
     def in_flight(self) -> int:
@@ -60,8 +62,14 @@ class PooledRows(Generic[PooledT]):
 
     @property
     def version(self) -> int:
-        """The version of the weights."""
-        return self._session.weight_version
+        """The version of the weights that sample in this rollout."""
+        return self._version
+
+    @property
+    def goes_on(self) -> bool:
+        """True where the engine works while the trainer trains."""
+        engine = self._session.selection.engine
+        return engine is not None and engine.component.remote
 
     def unfinished(self) -> list[PooledT]:
         """Return the rows that are not over, the oldest first."""
@@ -112,6 +120,7 @@ class PooledConversations(PooledRows[PooledConversation], ConversationPool):
 
     def next_rollout(self) -> None:
         """Begin a rollout: dialogues are made with the templates of now."""
+        super().next_rollout()
         self._observe = observer(self._trainer())
 
     @property

@@ -4,7 +4,8 @@ go on from their tokens; calls of tools go on while the trainer trains, and thei
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Coroutine, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from trlx_hybrid.contract.conversation import (
@@ -28,8 +29,11 @@ from .progress import Progress
 from .tool_calls import check_tools
 from .tools.runner import ToolRunner
 
-Trajectories = Callable[[Sequence[Any]], Sequence[TrajectoryCoroutine]]
-"""A function that returns coroutines which play rows of a pool, from where they are to their end."""
+Play = Callable[[], TrajectoryCoroutine]
+"""A coroutine function that plays a row of a pool, from where it is to its end."""
+
+Trajectories = Callable[[Sequence[Any]], Sequence[Play]]
+"""A function that returns, for each of some rows of a pool, the coroutine function that plays it."""
 
 
 class RowsInFlight:
@@ -63,13 +67,22 @@ class RowsInFlight:
             self._loop = Loop(stream, progress, width=width, seconds=options.max_seconds)
         self._loop.add(self._begun([row for row in pool.unfinished() if row not in self._known]))
         try:
-            self._loop.go_on(stream, progress, lambda: self._begun(pool.begin()), _Complete(self))
+            self._loop.go_on(stream, progress, lambda: self._begun(pool.begin()), _Complete(self), leave=pool.goes_on)
         except BaseException:
             self._known.clear()  # the loop has ended them; the pool keeps what they had
             raise
         batch = pool.batch()  # asked again: tools that answered at the end may have completed an older group
         assert batch is not None
         return batch
+
+    def interrupt(self) -> None:
+        """Interrupt the requests that `play` has left to the engine."""
+        assert self._loop is not None
+        try:
+            self._loop.interrupt()
+        except BaseException:
+            self._known.clear()
+            raise
 
     def close(self) -> None:
         """End the trajectories, and abandon their tool calls. The pool keeps what they have."""
@@ -86,10 +99,10 @@ class RowsInFlight:
         """Return the coroutines that play rows, with these rows, which record their time."""
         self._known.update(rows)
         played = self._trajectories(rows) if rows else ()
-        return [(self._to_its_end(coroutine, row), row) for coroutine, row in zip(played, rows, strict=True)]
+        return [(self._to_its_end(play, row), row) for play, row in zip(played, rows, strict=True)]
 
-    async def _to_its_end(self, coroutine: TrajectoryCoroutine, row: Any) -> None:
-        await coroutine
+    async def _to_its_end(self, play: Play, row: Any) -> None:
+        await play()
         self._known.discard(row)
         self._ended += 1
 
@@ -136,8 +149,8 @@ def conversations(
     options: MultiTurnOptions,
     runner: ToolRunner,
     rows: Sequence[PooledConversation],
-) -> list[Coroutine[Any, Any, None]]:
-    """Return coroutines that play conversations with tools.
+) -> list[Play]:
+    """Return the coroutine functions that play conversations with tools.
 
     Args:
         session: the run.
@@ -153,7 +166,7 @@ def conversations(
         PooledToolEpisode(row, dialogue, limits, pool, runner, most)
         for row, dialogue in zip(rows, dialogues, strict=True)
     ]
-    return [_conversed(episode, row) for episode, row in zip(episodes, rows, strict=True)]
+    return [functools.partial(_conversed, episode, row) for episode, row in zip(episodes, rows, strict=True)]
 
 
 async def _conversed(episode: PooledToolEpisode, row: PooledConversation) -> None:

@@ -9,7 +9,7 @@ The loop runs in the trainer's thread and uses the engine only there. Tools answ
 
 Where trajectories stay in flight over several rollouts, the loop stops when a batch is complete. What was sampled of
 the unfinished requests goes to their trajectories, which ask for the rest; these requests are held until the loop gets
-the next rollout's stream. Calls of tools go on in between.
+the next rollout's stream. Calls of tools go on in between, and so do requests on engines of their own.
 """
 
 from __future__ import annotations
@@ -217,11 +217,12 @@ class Loop:
         observer: Observer,
         begin: Callable[[], Sequence[tuple[TrajectoryCoroutine, Clock]]],
         over: Callable[[], bool],
+        leave: bool = False,
     ) -> None:
         """Go on with the trajectories of earlier rollouts, and start others, until the rollout is over; then interrupt
-        the requests that are unfinished. If a trajectory raises, all are ended, and its exception is raised. Collective
-        where ranks share the engine: trajectories of a rank whose rollout is over go on until it is over everywhere,
-        but their further requests are held.
+        the requests that are unfinished, or leave them to the engine. If a trajectory raises, all are ended, and its
+        exception is raised. Collective where ranks share the engine: trajectories of a rank whose rollout is over go on
+        until it is over everywhere, but their further requests are held.
 
         Args:
             stream: the stream of this rollout.
@@ -229,9 +230,10 @@ class Loop:
             begin: returns further trajectories, which have not been started, and what records their time; none where
                 no further ones may begin in this rollout.
             over: whether the rollout is over on this rank.
+            leave: whether unfinished requests are left to the engine. `interrupt` is called before the next rollout.
         """
         self._stream, self._observer, self._begin, self._done = stream, observer, begin, 0
-        if over() and not stream.shared:  # earlier rollouts have completed the batch
+        if over() and not stream.shared and not leave:  # earlier rollouts have completed the batch
             return
         try:
             self._reopen()
@@ -239,7 +241,21 @@ class Loop:
             while anyone and (stream.shared or not self._holds):
                 anyone = self._iterate(over)
                 self._holds = over()
-            self._park()
+            self._holds = True
+            if leave:
+                self._step(False)  # the engine gets what it has not been given yet
+            else:
+                self._interrupt()
+            self._stop_clocks()
+        except BaseException:
+            self.close()
+            raise
+
+    def interrupt(self) -> None:
+        """Interrupt the requests that the last rollout has left to the engine. If a trajectory raises, all are ended,
+        and its exception is raised."""
+        try:
+            self._interrupt()
         except BaseException:
             self.close()
             raise
@@ -276,15 +292,24 @@ class Loop:
             self._start(*self._waiting.popleft())
         self._deliver()
         self._expire()
-        busy, sampling, started = self._stream.busy, len(self._sampling), time.perf_counter()
-        finished, anyone = self._stream.step(more=not over())
-        if busy:
-            self._observer.stepped(time.perf_counter() - started, sampling, finished)
-        self._hand_out([(self._sampling.pop(key), completion) for key, completion in finished])
+        anyone = self._step(more=not over())
         self._observer.moved(self._done, len(self._sampling), len(self._live) - len(self._sampling))
         pending = not over() or (anyone and self._stream.shared)  # else no answer is needed
         if pending and not (self._stream.busy or (not self._holds and self._can_start())):
             self._deliver(self._seconds_to_wait())
+        return anyone
+
+    def _step(self, more: bool) -> bool:
+        """Let the engine take one step, and hand out what it has finished. Return whether any rank goes on.
+
+        Args:
+            more: whether this rank goes on.
+        """
+        busy, sampling, started = self._stream.busy, len(self._sampling), time.perf_counter()
+        finished, anyone = self._stream.step(more=more)
+        if busy:
+            self._observer.stepped(time.perf_counter() - started, sampling, finished)
+        self._hand_out([(self._sampling.pop(key), completion) for key, completion in finished])
         return anyone
 
     def _can_start(self) -> bool:
@@ -306,17 +331,19 @@ class Loop:
             if isinstance(run.waiting_for, Generate):
                 self._submit(run, run.waiting_for)
 
-    def _park(self) -> None:
-        """Interrupt the unfinished requests, and record how long each trajectory has been played.
+    def _interrupt(self) -> None:
+        """Interrupt the unfinished requests, and hand out what was sampled.
 
         What tools have answered by now is delivered, so that trajectories whose tools answer at once all wait for the
         engine: a resumed run then goes on as this one."""
-        self._holds = True
         sampling, self._sampling = self._sampling, {}
         pieces = [(run, self._stream.sampled(key)) for key, run in sampling.items()]
         self._observer.interrupted([piece for _, piece in pieces])
         self._hand_out(pieces)
         self._deliver()
+
+    def _stop_clocks(self) -> None:
+        """Record how long each trajectory has been played. The time until the next rollout does not count."""
         now = time.monotonic()
         for run in self._live:
             run.expires -= now

@@ -7,7 +7,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from trlx_hybrid.contract.conversation import (
@@ -57,6 +57,7 @@ class MultiTurn(SingleTurn):
         self.options = options
         self.runner = ToolRunner(options)
         self._in_flight: RowsInFlight | None = None
+        self._left: ExitStack | None = None  # closes the stream of requests that are left to an engine
         self._warned: set[str] = set()
         self._unparsed = UnparsedTurns()
         self._visible = (
@@ -118,8 +119,12 @@ class MultiTurn(SingleTurn):
             self._end_in_flight()
             self._in_flight = RowsInFlight(pool, self.options, trajectories)
         progress = Progress(len(pool.unfinished()), self.runner, self._visible)
-        with self._rollout(session, progress) as stream:
-            played = [row.conversation for row in self._in_flight.play(stream, progress)]
+        with ExitStack() as opened:
+            stream = opened.enter_context(session.live_engine.stream(session.sampling))
+            with self._sampling(progress):
+                played = [row.conversation for row in self._in_flight.play(stream, progress)]
+            if pool.goes_on:
+                self._left = opened.pop_all()
         failed = self.failures(len(played), warn=False)
         for conversation in played:
             if conversation.failure is not None:
@@ -141,21 +146,27 @@ class MultiTurn(SingleTurn):
         """
         options = self.options
         progress = Progress(len(trajectories), self.runner, self._visible)
-        with self._rollout(session, progress) as stream:
+        with self._sampling(progress), session.live_engine.stream(session.sampling) as stream:
             width = options.max_trajectories or len(trajectories)
             Loop(stream, progress, width=width, seconds=options.max_seconds).run(trajectories)
         self._measure(session, conversations, progress, stream)
 
+    def interrupt(self) -> None:
+        """Interrupt the requests that the last rollout has left to the engine, and close its stream. The pool gets what
+        they have sampled."""
+        left, self._left = self._left, None
+        if left is not None:
+            assert self._in_flight is not None
+            with left:
+                self._in_flight.interrupt()
+
     @contextmanager
-    def _rollout(self, session: Run, progress: Progress) -> Iterator[Stream]:
-        """Open a stream of the engine for a rollout, whose bar is closed at the end."""
+    def _sampling(self, progress: Progress) -> Iterator[None]:
+        """Return a context for a rollout, whose bar is closed at the end."""
         self.runner.usage.clear()
         try:
-            with (
-                _switching_every(self.options.switch_interval),
-                session.live_engine.stream(session.sampling) as stream,
-            ):
-                yield stream
+            with _switching_every(self.options.switch_interval):
+                yield
         finally:
             progress.close()
 
@@ -173,6 +184,9 @@ class MultiTurn(SingleTurn):
         self.runner.close()
 
     def _end_in_flight(self) -> None:
+        if self._left is not None:
+            self._left.close()
+            self._left = None
         if self._in_flight is not None:
             self._in_flight.close()
             self._in_flight = None

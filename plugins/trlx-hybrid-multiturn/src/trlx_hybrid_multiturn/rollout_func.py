@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,7 +25,7 @@ from trlx_hybrid.errors import ConfigError, EngineError
 
 from .environment import CheckedEnvironment, Environment, Row, refuse_prompts
 from .episode import Episode, broken, rendered
-from .in_flight import over_rollouts
+from .in_flight import Play, over_rollouts
 from .loop import Generate, OutOfTimeError
 from .multi_turn import MultiTurn
 from .tokens import TemplateTokens, preserving_tokens
@@ -167,18 +167,18 @@ class EpisodeRollout:
         rollout.run_trajectories(session, [run.run() for run in runs], [run.conversation for run in runs])
         return runs
 
-    def _in_flight(
-        self, trainer: Any, pool: EpisodePool, rows: Sequence[PooledEpisode]
-    ) -> list[Coroutine[Any, Any, None]]:
-        """Return coroutines that play episodes of a pool to their end."""
+    def _in_flight(self, trainer: Any, pool: EpisodePool, rows: Sequence[PooledEpisode]) -> list[Play]:
+        """Return the coroutine functions that play episodes of a pool to their end."""
         rollout, most = _multi_turn(trainer), trainer.session.sampling.max_tokens
-        limits, found = self._limits(trainer, rollout), []
+        limits = self._limits(trainer, rollout)
+        found: list[Play] = []
         for row in rows:
             index, given = pool.given(row)
             refuse_prompts([given["prompt"]], sees_images=bool(trainer._is_vlm))
             generate = functools.partial(over_rollouts, row, pool, most)
             batch = Batch(trainer, rollout, limits, pool.request(row), broken, generate)
-            found.append(_pooled(self._episode(batch, index, list(given["prompt"]), given), row, pool))
+            episode = self._episode(batch, index, list(given["prompt"]), given)
+            found.append(functools.partial(_pooled, episode, row, pool))
         return found
 
     def _limits(self, trainer: Any, rollout: MultiTurn) -> Limits:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trlx_hybrid.contract.conversation import EpisodePool, Message, PooledEpisode
 from trlx_hybrid.errors import ConfigError
 
 from ..environment import Row
+from ..in_flight import Play
 from ..rollout_func import Batch, EpisodeRollout, PlayedEpisode, refuse_no_turns
 from ..tokens import TemplateTokens
 from .episode import AgentEpisode
@@ -73,10 +74,8 @@ class Agents(EpisodeRollout):
         self._host.prepare(len(prompts))
         return super()._played(trainer, prompts)
 
-    def _in_flight(
-        self, trainer: Any, pool: EpisodePool, rows: Sequence[PooledEpisode]
-    ) -> list[Coroutine[Any, Any, None]]:
-        """Return coroutines that run agents of a pool to their end. Raises what `_played` raises."""
+    def _in_flight(self, trainer: Any, pool: EpisodePool, rows: Sequence[PooledEpisode]) -> list[Play]:
+        """Return the coroutine functions that run agents of a pool to their end. Raises what `_played` raises."""
         self._host.prepare(pool.in_flight)
         return super()._in_flight(trainer, pool, rows)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -149,8 +150,8 @@ class EpisodeRollout:
         Raises:
             ConfigError, TrajectoriesFailedError: as in `__call__`.
         """
-        trajectories = functools.partial(self._in_flight, trainer, pool)
-        _multi_turn(trainer).play_in_flight(trainer.session, pool, trajectories)
+        kept = weakref.ref(trainer)  # the rollout component keeps the function
+        _multi_turn(trainer).play_in_flight(trainer.session, pool, lambda rows: self._in_flight(kept(), pool, rows))
 
     def _played(self, trainer: Any, prompts: Sequence[Any]) -> Sequence[PlayedEpisode]:
         """Play one episode per prompt to its end."""

@@ -345,7 +345,7 @@ def test_what_it_cannot_serve_is_refused_before_an_engine_is_built(run, tmp_path
 
 @pytest.mark.parametrize(
     ("size", "dataset"),
-    [(1, "indexed"), (1, "streamed"), (2, "indexed")],
+    [(1, "indexed"), pytest.param(1, "streamed", marks=pytest.mark.slow), (2, "indexed")],
     ids=["an engine on each", "an engine on each, a stream", "one engine over both"],
 )
 def test_two_ranks(run, tmp_path, two_processes, size, dataset):

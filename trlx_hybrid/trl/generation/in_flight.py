@@ -266,10 +266,11 @@ class InFlight:
         Args:
             keep: whether the pool gets what they have sampled.
         """
-        played, rollout_component = self._played_rows, self._session.rollout
-        if keep and played is not None and played.goes_on and hasattr(rollout_component, "interrupt"):
-            with preserved_generators():
-                asked(self._session.sampler.source, rollout_component, "interrupt")
+        if keep and self._played_rows is not None and self._played_rows.goes_on:
+            component = self._session.rollout
+            if hasattr(component, "interrupt"):
+                with preserved_generators():
+                    asked(self._session.sampler.source, component, "interrupt")
         if self._rollout is None:
             return
         (rollout, opened), self._rollout = self._rollout, None

@@ -241,12 +241,13 @@ def test_settings_that_stand_beside_those_of_other_frameworks_exist() -> None:
     from trlx_hybrid.plugins.host import Host
     from trlx_hybrid.plugins.registry import SLOTS
     from trlx_hybrid_algorithms.sampling import DynamicSamplingOptions
+    from trlx_hybrid_multiturn.options import MultiTurnOptions
     from trlx_hybrid_ray.engines.options import RemoteOptions
     from trlx_hybrid_training.options import PackedOptions
     from trlx_hybrid_vllm.options import VLLMOptions
 
     configs = (GRPOConfig, ModelConfig, HybridConfig, LoraConfig)
-    configs += (RemoteOptions, PackedOptions, VLLMOptions, DynamicSamplingOptions)
+    configs += (RemoteOptions, PackedOptions, VLLMOptions, MultiTurnOptions, DynamicSamplingOptions)
     known = {field.name for config in configs for field in dataclasses.fields(config)}
     known |= {*inspect.signature(GRPOTrainer).parameters, *HOOKS}
     known |= {component.name for slot in SLOTS for component in Host.load().registry.components(slot)}

@@ -1,9 +1,13 @@
 """The pool of rows in flight, on a simulated engine: no group is lost, doubled or late, whatever the lengths."""
 
 import copy
+from collections import UserDict
 
+import numpy as np
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trlx_hybrid.contract.conversation import Conversation, PooledEpisode
 from trlx_hybrid.contract.types import Completion, Request
 from trlx_hybrid.rollout.pool import Pool, PoolRollout
 
@@ -134,3 +138,21 @@ def test_no_group_is_lost_doubled_or_late(plan):
     assert not pool.groups
     if plan["depth"] == 0:
         assert trained == sorted(trained)
+
+
+def test_what_an_environment_shows_can_be_saved_and_a_row_that_cannot_begins_anew(tmp_path):
+    pool = Pool(1, 0, PooledEpisode)
+    numpy, foreign, _ = pool.begin(0, [], 3).rows
+    shown = [{"role": np.str_("user"), "content": np.str_("left"), "at": (np.float64(2.5), np.int64(3))}]
+    numpy.conversation = Conversation(completion_ids=[1], messages=[UserDict(message) for message in shown])
+    numpy.reward, numpy.branches = np.float64(0.5), [(0, 1)]
+    foreign.conversation, foreign.sampled = Conversation(completion_ids=[2], messages=[{"role": object()}]), 7
+    torch.save(pool.state(), tmp_path / "pool.pt")
+    again = Pool(1, 0, PooledEpisode)
+    again.load_state(torch.load(tmp_path / "pool.pt", weights_only=True))
+    first, second, third = again.groups[0].rows
+    plain = {"role": "user", "content": "left", "at": (2.5, 3)}
+    assert (first.conversation.messages, first.reward, first.branches) == ([plain], 0.5, [(0, 1)])
+    assert not second.over
+    assert (second.sampled, third.over) == (0, False)
+    assert not again.groups[0].told

@@ -115,16 +115,50 @@ class Pool:
         self.batch += 1
 
     def state(self) -> dict[str, Any]:
-        """Return the pool as plain data, for a checkpoint."""
-        return {"batch": self.batch, "begun": self.begun, "groups": [asdict(group) for group in self.groups]}
+        """Return the pool as plain data, for a checkpoint. A row with a value that is none, such as an object that an
+        environment has shown, is saved as one that has not begun."""
+        return {"batch": self.batch, "begun": self.begun, "groups": [self._saved(group) for group in self.groups]}
+
+    def _saved(self, group: PooledGroup) -> dict[str, Any]:
+        rows = []
+        for row in group.rows:
+            try:
+                rows.append(plain(asdict(row)))
+            except TypeError:
+                rows.append(asdict(self._row()))
+        fields = ("number", "index", "prompt_ids", "due")
+        return {name: getattr(group, name) for name in fields} | {"rows": rows}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Take what `state` returned."""
         self.batch, self.begun = state["batch"], state["begun"]
         self.groups = [
-            PooledGroup(**{**group, "rows": [self._row.restored(row) for row in group["rows"]], "told": False})
+            PooledGroup(**{**group, "rows": [self._row.restored(row) for row in group["rows"]]})
             for group in state["groups"]
         ]
+
+
+PLAIN: tuple[type[Any], ...] = (bool, int, float, str, bytes)
+
+
+def plain(value: Any) -> Any:
+    """Return a value as plain data: that of numpy, and subclasses of Python's own types, as these types.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(value, Mapping):
+        return {plain(key): plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(plain, value)) if type(value) in (list, tuple) else [plain(part) for part in value]
+    for kind in PLAIN:
+        if isinstance(value, kind):
+            return kind(value)
+    if value is None:
+        return None
+    if callable(getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:  # a number of numpy
+        return plain(value.item())
+    raise TypeError(f"a {type(value).__name__} is no plain data")
 
 
 class PoolRollout:

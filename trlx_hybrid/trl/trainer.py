@@ -348,7 +348,7 @@ class HybridTrainer(Base):
         """
         if training and run.in_flight is not None:
             with run.part("rollout"):
-                rows, run.batch.staleness = run.in_flight.batch(self, list(rows[0]))
+                rows, run.batch.staleness = run.in_flight.batch(self, rows)
         if training and run.session.algorithms.draws:
             rows = resampling.drawn(self, run, rows)
         if training and run.session.algorithms.filters:

@@ -254,6 +254,24 @@ def test_a_stream_that_cannot_be_read_ahead_is_refused_by_name():
         next(unlike(plan, IterableDataset.from_generator(lambda: iter(()))))
 
 
+def test_a_stream_whose_readers_share_an_iterator_is_refused_at_the_first_batch(run, tmp_path, prompts):
+    """Each reader would get a part of the rows, and the loader's would not be trained."""
+    shared = iter([*prompts] * 9)
+    stream = IterableDataset.from_generator(lambda: shared)
+    with pytest.raises(ConfigError, match="yields other rows to a second reader"):
+        in_flight(run, tmp_path, train_dataset=stream, shuffle_dataset=False)
+
+
+def test_a_stream_that_has_changed_is_not_paired_with_what_was_sampled(run, tmp_path, prompts):
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    whole, *_ = in_flight(run, tmp_path, "whole", train_dataset=prompts.to_iterable_dataset(), **saving)
+    whole.close()
+    changed = Dataset.from_list([*prompts][1:]).to_iterable_dataset()
+    other, *_ = in_flight(run, tmp_path, "other", train=False, train_dataset=changed, **saving)
+    with pytest.raises(ConfigError, match="yields other rows than in the run that wrote the checkpoint"):
+        other.trainer.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+
+
 def test_without_staleness_each_batch_is_sampled_to_its_end(run):
     usual = run(GRPOTrainer, hybrid={"engine": "vllm"}, **SETTINGS)
     usual_weights = usual.weights()

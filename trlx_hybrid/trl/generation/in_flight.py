@@ -7,7 +7,9 @@ sampling; over the run, both have the same rows, in the same order of beginning.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import logging
 import math
 from contextlib import ExitStack
@@ -101,7 +103,7 @@ class InFlight:
         }
         self._rollout: tuple[PoolRollout, ExitStack] | None = None  # on engines that sample while the trainer trains
         self._columns: list[str] = []
-        self.begins_rewards = False
+        self.begins_rewards = self._compares = False
         self._played_rows: PooledConversations | PooledEpisodes | None = None
         self.start(None)
 
@@ -172,11 +174,19 @@ class InFlight:
         if self.begins_rewards:
             self._pool.completed = PooledRewards(trainer, self._of_dataset).begin
         state, self._resumed = self._resumed, None
+        self._compares = bool(self._settings[ITERABLE]) and state is None and not trained
         if state is None:
             self._order.skip(math.ceil(trained / repeats) * self._size)  # the rest of the last batch is kept
             return
         self._pool.load_state(state["pool"])
         self._order.load_state(state["order"], {group.index for group in self._pool.groups})
+        for index, prompt in state.get("prompts", {}).items():
+            if digest(self._order.row(index)["prompt"]) != prompt:
+                raise ConfigError(
+                    "The iterable training dataset yields other rows than in the run that wrote the checkpoint: rows "
+                    "in flight would get the columns of others. Give it the same rows in the same order, or leave "
+                    "max_staleness out of rollout_options: then these rows are dropped."
+                )
 
     def save(self, folder: Path) -> None:
         """Write this rank's pool into a checkpoint's folder. Engines that sample while the trainer trains stop, and go
@@ -185,7 +195,10 @@ class InFlight:
             return
         self._end_rollout()
         folder.mkdir(parents=True, exist_ok=True)
-        state = {"pool": self._pool.state(), "order": self._order.state(), "settings": self._settings}
+        state: dict[str, Any] = {"pool": self._pool.state(), "order": self._order.state(), "settings": self._settings}
+        if self._settings[ITERABLE]:  # its rows are read again
+            indices = {group.index for group in self._pool.groups}
+            state["prompts"] = {index: digest(self._order.row(index)["prompt"]) for index in indices}
         write_file(state, self._file(folder))
 
     def _file(self, folder: Path) -> Path:
@@ -193,31 +206,32 @@ class InFlight:
 
     # --- a batch ----------------------------------------------------------------------------------------------------
 
-    def batch(self, trainer: StockTrainer, columns: list[str]) -> tuple[Rows, list[list[int]]]:
+    def batch(self, trainer: StockTrainer, rows: Rows) -> tuple[Rows, list[list[int]]]:
         """Sample until a batch's groups are complete. The completions or conversations are stored in the session, which
         hands them to TRL when TRL asks for them. Collective.
 
         Args:
-            columns: columns of the dataset that the rows get.
+            rows: the rows that the data loader has yielded for the batch. Other rows get their columns.
 
         Returns:
             The batch's dataset rows, one for each completion; and for each of its tokens, the number of optimizer steps
             between its sampling and the batch.
         """
-        session, self._columns = self._session, columns
+        session, self._columns = self._session, list(rows[0])
         for function in early_functions(trainer) if self.begins_rewards else ():
             function.prepare()
         with session.rollout_phase(True):
             chosen = self._completed(trainer) if self._answers is None else self._played(trainer)
-        rows, version = [row for group in chosen for row in group.rows], session.weight_version
+        self._compare_readers(rows)
+        pooled, version = [row for group in chosen for row in group.rows], session.weight_version
         if self._answers is None:
-            session.sampled = [row.completion() for row in rows]
-            versions = [row.versions for row in rows]
-            sampled = [[1] * row.tokens for row in rows]
+            session.sampled = [row.completion() for row in pooled]
+            versions = [row.versions for row in pooled]
+            sampled = [[1] * row.tokens for row in pooled]
         else:
-            session.sampled = rows if self._answers == EPISODES else [row.conversation for row in rows]
-            versions = [row.conversation.weight_versions for row in rows]
-            sampled = [row.conversation.loss_mask for row in rows]
+            session.sampled = pooled if self._answers == EPISODES else [row.conversation for row in pooled]
+            versions = [row.conversation.weight_versions for row in pooled]
+            sampled = [row.conversation.loss_mask for row in pooled]
         numbers = [number for group in chosen for number in numbers_of(group)]
         self.places = {number: place for place, number in enumerate(numbers)}
         staleness = [[version - of_token for of_token in of_row] for of_row in versions]
@@ -228,6 +242,23 @@ class InFlight:
         assert self._order is not None
         self._order.forget([group.index for group in chosen])
         return of_dataset, staleness
+
+    def _compare_readers(self, rows: Rows) -> None:
+        """Compare the first batch of an iterable dataset, as the loader yields it, with the rows that were read ahead.
+
+        Raises:
+            ConfigError: they differ, since the dataset's readers share an iterator, a queue, or unseeded noise.
+        """
+        order, compares, self._compares = self._order, self._compares, False
+        if not compares or order is None:
+            return
+        read = [order.row(number)["prompt"] for number in range(self._size)]
+        if [row["prompt"] for row in rows[:: self._completions]] != read:
+            raise ConfigError(
+                "The iterable training dataset yields other rows to a second reader, by which rows in flight read "
+                "prompts ahead (rollout_options max_staleness): its readers share an iterator or a queue, or it draws "
+                "unseeded numbers. Let its generator begin anew each time, or load it as a `datasets.Dataset`."
+            )
 
     def _of_dataset(self, number: int) -> dict[str, Any]:
         """Return the columns that TRL's loader yields of a row of the dataset."""
@@ -344,6 +375,12 @@ class InFlight:
             "hybrid/staleness/mean": sum(ages) / max(1, len(ages)),
             "hybrid/staleness/max": float(max(ages, default=0)),
         }
+
+
+def digest(prompt: Any) -> str:
+    """Return a digest of a prompt, by which a resumed run recognises it."""
+    text = json.dumps(prompt, sort_keys=True, default=lambda value: type(value).__name__)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def in_flight_of(trainer: StockTrainer, session: Session) -> InFlight | None:

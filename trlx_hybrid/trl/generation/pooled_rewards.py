@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ...contract.conversation import PooledConversation
+from ...episodes.unparsed import ParsingTokenizer
 from ...interprocess.copies import copied
 from .reward_arguments import arguments_of, completion_of, early_functions
 
@@ -36,12 +37,18 @@ class PooledRewards:
             if isinstance(each, PooledConversation):
                 scored.append((each.conversation.messages, each.conversation.completion_ids))
             else:
-                parse = trainer._run.borrowed.parse_response
-                completion = completion_of(trainer, parse, row["prompt"], group.prompt_ids, each.token_ids)
+                completion = completion_of(trainer, self._parsed, row["prompt"], group.prompt_ids, each.token_ids)
                 scored.append((completion, each.token_ids))
         arguments = arguments_of(trainer, rows, [row["prompt"]] * len(rows), scored)
         for function in early_functions(trainer):
             function.begin(numbers_of(group), **copied(arguments))
+
+    def _parsed(self, tokenizer: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Parse a completion as TRL will: one that the tokenizer cannot parse is plain text."""
+        message: dict[str, Any] = self._trainer()._run.borrowed.parse_response(
+            ParsingTokenizer(tokenizer), *args, **kwargs
+        )
+        return message
 
 
 def numbers_of(group: PooledGroup) -> list[int]:

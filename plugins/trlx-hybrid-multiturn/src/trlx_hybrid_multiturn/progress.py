@@ -95,13 +95,15 @@ class Progress:
 
     def in_flight(self, rows: int) -> dict[str, float]:
         """Return how full the engine was, as metrics: the mean of the requests that a step sampled, and the share of
-        steps that sampled fewer than a quarter of `rows`.
+        steps that sampled fewer than a quarter of `rows`. It is empty where no step was taken.
 
         Args:
             rows: the number of conversations that are played at a time.
         """
         sampled = [(size, len(seconds)) for (size, _), seconds in self._steps.items()]
-        steps = max(1, sum(count for _, count in sampled))
+        steps = sum(count for _, count in sampled)
+        if not steps:  # the batch was complete before
+            return {}
         return {
             "hybrid/in_flight/occupancy": sum(size * count for size, count in sampled) / steps / rows,
             "hybrid/in_flight/alone": sum(count for size, count in sampled if 4 * size < rows) / steps,

@@ -174,6 +174,7 @@ class EpisodeRollout:
         limits = self._limits(trainer, rollout)
         found: list[Play] = []
         for row in rows:
+            row.seconds, row.sampled = 0.0, 0  # it begins anew where an engine was closed in the middle
             index, given = pool.given(row)
             refuse_prompts([given["prompt"]], sees_images=bool(trainer._is_vlm))
             generate = functools.partial(over_rollouts, row, pool, most)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import logging
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -92,9 +92,10 @@ class Agents(EpisodeRollout):
 
     def _episode(self, batch: Batch, index: int, prompt: list[Message], row: Row) -> AgentEpisode:
         trainer = batch.trainer
+        kept = weakref.ref(trainer)  # an agent may outlive its training
 
         def tokens(tools: Sequence[Mapping[str, Any]]) -> TemplateTokens:
-            return self._tokens_of(trainer, tools=list(tools)) if tools else self._tokens_of(trainer)
+            return self._tokens_of(kept(), tools=list(tools)) if tools else self._tokens_of(kept())
 
         return AgentEpisode(
             index,
@@ -106,7 +107,7 @@ class Agents(EpisodeRollout):
             batch.limits,
             batch.request,
             batch.failed,
-            functools.partial(self._note_overridden, trainer),
+            lambda given: self._note_overridden(kept(), given),
             branching=branching(trainer),
             logprobs=trainer.session.sampling.logprobs is not None,
             sees_images=bool(trainer._is_vlm),

@@ -10,12 +10,14 @@ Partial rollouts are known from Kimi k1.5 (arXiv:2501.12599, section 2.6.2) and 
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..contract.conversation import PooledConversation, PooledEpisode, PooledRow
+from ..interprocess import plain_data
 
 if TYPE_CHECKING:
     from ..contract.protocols import Stream
@@ -41,6 +43,11 @@ class PooledGroup:
     due: int
     rows: list[Any]
     told: bool = False
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of its rows among all rows that this rank has begun in the run."""
+        return [self.number * len(self.rows) + place for place in range(len(self.rows))]
 
     @property
     def complete(self) -> bool:
@@ -115,17 +122,18 @@ class Pool:
         self.batch += 1
 
     def state(self) -> dict[str, Any]:
-        """Return the pool as plain data, for a checkpoint. A row with a value that is none, such as an object that an
-        environment has shown, is saved as one that has not begun."""
+        """Return the pool for a checkpoint, in the types of JSON. A row with a value that is no plain data, such as an
+        object that an environment has shown, is saved as one that has not begun."""
         return {"batch": self.batch, "begun": self.begun, "groups": [self._saved(group) for group in self.groups]}
 
     def _saved(self, group: PooledGroup) -> dict[str, Any]:
         rows = []
         for row in group.rows:
             try:
-                rows.append(plain(asdict(row)))
-            except TypeError:
-                rows.append(asdict(self._row()))
+                body = plain_data.dumps(asdict(row), classes=False)
+            except plain_data.NotPlainError:
+                body = plain_data.dumps(asdict(self._row()), classes=False)
+            rows.append(json.loads(body))
         fields = ("number", "index", "prompt_ids", "due")
         return {name: getattr(group, name) for name in fields} | {"rows": rows}
 
@@ -133,32 +141,12 @@ class Pool:
         """Take what `state` returned."""
         self.batch, self.begun = state["batch"], state["begun"]
         self.groups = [
-            PooledGroup(**{**group, "rows": [self._row.restored(row) for row in group["rows"]]})
+            PooledGroup(**{**group, "rows": [self._restored(row) for row in group["rows"]]})
             for group in state["groups"]
         ]
 
-
-PLAIN: tuple[type[Any], ...] = (bool, int, float, str, bytes)
-
-
-def plain(value: Any) -> Any:
-    """Return a value as plain data: that of numpy, and subclasses of Python's own types, as these types.
-
-    Raises:
-        TypeError: it is neither.
-    """
-    if isinstance(value, Mapping):
-        return {plain(key): plain(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(plain, value)) if type(value) in (list, tuple) else [plain(part) for part in value]
-    for kind in PLAIN:
-        if isinstance(value, kind):
-            return kind(value)
-    if value is None:
-        return None
-    if callable(getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:  # a number of numpy
-        return plain(value.item())
-    raise TypeError(f"a {type(value).__name__} is no plain data")
+    def _restored(self, row: Mapping[str, Any]) -> Any:
+        return self._row.restored(plain_data.loads(json.dumps(row).encode(), classes=False))
 
 
 class PoolRollout:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -262,7 +262,7 @@ def ordering_settings(trainer: StockTrainer) -> dict[str, Any]:
     settings |= {"ranks": trainer.accelerator.num_processes}
     dataset = trainer.train_dataset
     if has_length(dataset):
-        settings |= {"rows of train_dataset": len(dataset), "prompts of train_dataset": _prompts_digest(dataset)}
+        settings |= {"rows of train_dataset": len(dataset), "prompts of train_dataset": _dataset_digest(dataset)}
     return {name: value if isinstance(value, int | float | None) else str(value) for name, value in settings.items()}
 
 
@@ -335,12 +335,16 @@ def nested_samplers(loader: Any) -> list[Any]:
     return found
 
 
-def _prompts_digest(dataset: Any) -> str | None:
+def _dataset_digest(dataset: Any) -> str | None:
     """Return a digest of the first, the middle and the last prompt, by which a resumed run notices that its dataset has
     changed. None where the dataset is empty or has no column "prompt"."""
     if not len(dataset) or "prompt" not in (getattr(dataset, "column_names", None) or ()):
         return None
-    prompts = [dataset[index]["prompt"] for index in sorted({0, len(dataset) // 2, len(dataset) - 1})]
+    return prompts_digest([dataset[index]["prompt"] for index in sorted({0, len(dataset) // 2, len(dataset) - 1})])
+
+
+def prompts_digest(prompts: Sequence[Any]) -> str:
+    """Return a digest of prompts, by which a resumed run recognises them."""
     text = json.dumps(prompts, sort_keys=True, default=lambda value: type(value).__name__)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -105,7 +105,9 @@ class SampledGroups:
             completion: the completion.
         """
         if row in self._group_of:
-            self._add(row, self._completion(row, request, completion), completion.token_ids)
+            token_ids, prompt = completion.token_ids, self._prompts[row]
+            parsed = completion_of(self._trainer, self._parse_response, prompt, request.prompt_ids, token_ids)
+            self._add(row, parsed, token_ids)
 
     def ended(self, row: int, conversation: Conversation) -> None:
         """Take a row's conversation, which has ended or broken off; if it completes its group, call the reward
@@ -123,7 +125,3 @@ class SampledGroups:
                 arguments["environments"] = [environments[n] for n in group]
             for function in self._functions:
                 function.begin(group, **copied(arguments))
-
-    def _completion(self, row: int, request: Request, completion: Completion) -> Any:
-        prompt, token_ids = self._prompts[row], completion.token_ids
-        return completion_of(self._trainer, self._parse_response, prompt, request.prompt_ids, token_ids)

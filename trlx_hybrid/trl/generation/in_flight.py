@@ -7,9 +7,7 @@ sampling; over the run, both have the same rows, in the same order of beginning.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import logging
 import math
 from contextlib import ExitStack
@@ -29,9 +27,9 @@ from ...rollout.pool import Pool, PooledGroup, PoolRollout
 from ...rollout.sampler import refuse_empty, refuse_long
 from ...rollout.seeding import preserved_generators
 from ..arguments import rows_of_a_batch
-from ..checkpoint.data_order import micro_batches_of_a_rollout, read_file, write_file
+from ..checkpoint.data_order import micro_batches_of_a_rollout, prompts_digest, read_file, write_file
 from ..refusals import IN_FLIGHT, Facts
-from .pooled_rewards import PooledRewards, numbers_of
+from .pooled_rewards import PooledRewards
 from .pooled_rows import PooledConversations, PooledEpisodes
 from .prompt_order import IndexedOrder, PromptOrder, StreamedOrder
 from .reward_arguments import early_functions
@@ -101,7 +99,9 @@ class InFlight:
             EPISODES: answers == EPISODES,
             ITERABLE: streamed,
         }
-        self._rollout: tuple[PoolRollout, ExitStack] | None = None  # on engines that sample while the trainer trains
+        engine = session.selection.engine
+        self._goes_on = engine is not None and engine.component.remote  # while the trainer trains
+        self._rollout: tuple[PoolRollout, ExitStack] | None = None  # on such engines
         self._columns: list[str] = []
         self.begins_rewards = self._compares = False
         self._played_rows: PooledConversations | PooledEpisodes | None = None
@@ -110,11 +110,10 @@ class InFlight:
     @property
     def note(self) -> str:
         """A line to print when the run starts."""
-        steps, engine = self._settings["max_staleness"], self._session.selection.engine
-        goes_on = engine is not None and engine.component.remote
+        steps = self._settings["max_staleness"]
         return (
             f"rows in flight: for up to {steps} optimizer steps, {self._in_flight} rows at a time on each rank"
-            f"{', also while the trainer trains' if goes_on else ''}"
+            f"{', also while the trainer trains' if self._goes_on else ''}"
         )
 
     def start(self, checkpoint: str | None) -> None:
@@ -181,7 +180,7 @@ class InFlight:
         self._pool.load_state(state["pool"])
         self._order.load_state(state["order"], {group.index for group in self._pool.groups})
         for index, prompt in state.get("prompts", {}).items():
-            if digest(self._order.row(index)["prompt"]) != prompt:
+            if prompts_digest([self._order.row(index)["prompt"]]) != prompt:
                 raise ConfigError(
                     "The iterable training dataset yields other rows than in the run that wrote the checkpoint: rows "
                     "in flight would get the columns of others. Give it the same rows in the same order, or leave "
@@ -198,7 +197,7 @@ class InFlight:
         state: dict[str, Any] = {"pool": self._pool.state(), "order": self._order.state(), "settings": self._settings}
         if self._settings[ITERABLE]:  # its rows are read again
             indices = {group.index for group in self._pool.groups}
-            state["prompts"] = {index: digest(self._order.row(index)["prompt"]) for index in indices}
+            state["prompts"] = {index: prompts_digest([self._order.row(index)["prompt"]]) for index in indices}
         write_file(state, self._file(folder))
 
     def _file(self, folder: Path) -> Path:
@@ -232,7 +231,7 @@ class InFlight:
             session.sampled = pooled if self._answers == EPISODES else [row.conversation for row in pooled]
             versions = [row.conversation.weight_versions for row in pooled]
             sampled = [row.conversation.loss_mask for row in pooled]
-        numbers = [number for group in chosen for number in numbers_of(group)]
+        numbers = [number for group in chosen for number in group.numbers]
         self.places = {number: place for place, number in enumerate(numbers)}
         staleness = [[version - of_token for of_token in of_row] for of_row in versions]
         self._log(
@@ -282,7 +281,7 @@ class InFlight:
                 request=self._request,
             )
             chosen = rollout.run()
-            goes_on = component.remote and rollout.go_on()
+            goes_on = self._goes_on and rollout.go_on()
             self._rollout = rollout, opened.pop_all()
         if not goes_on:
             self._end_rollout()
@@ -297,7 +296,7 @@ class InFlight:
         Args:
             keep: whether the pool gets what they have sampled.
         """
-        if keep and self._played_rows is not None and self._played_rows.goes_on:
+        if keep and self._played_rows is not None and self._goes_on:
             component = self._session.rollout
             if hasattr(component, "interrupt"):
                 with preserved_generators():
@@ -316,7 +315,7 @@ class InFlight:
         session = self._session
         self._end_rollout()
         if self._played_rows is None:
-            pooled = trainer, session, self._pool, self._in_flight, self._begin
+            pooled = trainer, session, self._pool, self._in_flight, self._begin, self._goes_on
             episodes = self._answers == EPISODES
             self._played_rows = (
                 PooledEpisodes(*pooled, of_dataset=self._of_dataset) if episodes else PooledConversations(*pooled)
@@ -375,12 +374,6 @@ class InFlight:
             "hybrid/staleness/mean": sum(ages) / max(1, len(ages)),
             "hybrid/staleness/max": float(max(ages, default=0)),
         }
-
-
-def digest(prompt: Any) -> str:
-    """Return a digest of a prompt, by which a resumed run recognises it."""
-    text = json.dumps(prompt, sort_keys=True, default=lambda value: type(value).__name__)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def in_flight_of(trainer: StockTrainer, session: Session) -> InFlight | None:

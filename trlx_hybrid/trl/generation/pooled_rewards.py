@@ -41,7 +41,7 @@ class PooledRewards:
                 scored.append((completion, each.token_ids))
         arguments = arguments_of(trainer, rows, [row["prompt"]] * len(rows), scored)
         for function in early_functions(trainer):
-            function.begin(numbers_of(group), **copied(arguments))
+            function.begin(group.numbers, **copied(arguments))
 
     def _parsed(self, tokenizer: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Parse a completion as TRL will: one that the tokenizer cannot parse is plain text."""
@@ -49,8 +49,3 @@ class PooledRewards:
             ParsingTokenizer(tokenizer), *args, **kwargs
         )
         return message
-
-
-def numbers_of(group: PooledGroup) -> list[int]:
-    """Return the numbers of a group's rows in the run, on this rank."""
-    return [group.number * len(group.rows) + place for place in range(len(group.rows))]

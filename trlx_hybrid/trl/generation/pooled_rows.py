@@ -37,6 +37,7 @@ class PooledRows(Generic[PooledT]):
         pool: the pool.
         in_flight: the number of rows that are played at a time.
         begin: begins the next group of the pool, and returns it; None where no further group may begin.
+        goes_on: whether the engine works while the trainer trains.
     """
 
     def __init__(
@@ -46,8 +47,10 @@ class PooledRows(Generic[PooledT]):
         pool: Pool,
         in_flight: int,
         begin: Callable[[StockTrainer], PooledGroup | None],
+        goes_on: bool,
     ) -> None:
         self._session, self._pool, self._in_flight, self._begin = session, pool, in_flight, begin
+        self._goes_on = goes_on
         self._trainer: Callable[[], Any] = weakref.ref(trainer)  # the rollout component keeps this object
         self._version = session.weight_version
 
@@ -68,8 +71,7 @@ class PooledRows(Generic[PooledT]):
     @property
     def goes_on(self) -> bool:
         """True where the engine works while the trainer trains."""
-        engine = self._session.selection.engine
-        return engine is not None and engine.component.remote
+        return self._goes_on
 
     def unfinished(self) -> list[PooledT]:
         """Return the rows that are not over, the oldest first."""
@@ -164,7 +166,7 @@ class PooledEpisodes(PooledRows[PooledEpisode], EpisodePool):
     def given(self, row: PooledEpisode) -> tuple[int, dict[str, Any]]:
         """Return an episode's number on this rank, and a copy of its row of the dataset."""
         group, place = self._place(row)
-        return group.number * len(group.rows) + place, copied(self._of_dataset(group.index))
+        return group.numbers[place], copied(self._of_dataset(group.index))
 
     def request(self, row: PooledEpisode) -> RequestMaker:
         """Return a function that makes the requests of an episode."""

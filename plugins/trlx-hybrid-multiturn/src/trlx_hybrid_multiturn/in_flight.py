@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trlx_hybrid.contract.conversation import (
+    Conversation,
     ConversationPool,
     Dialogue,
     Limits,
@@ -166,11 +167,12 @@ def conversations(
         PooledToolEpisode(row, dialogue, limits, pool, runner, most)
         for row, dialogue in zip(rows, dialogues, strict=True)
     ]
-    return [functools.partial(_conversed, episode, row) for episode, row in zip(episodes, rows, strict=True)]
+    return [functools.partial(_conversed, episode, row, pool) for episode, row in zip(episodes, rows, strict=True)]
 
 
-async def _conversed(episode: PooledToolEpisode, row: PooledConversation) -> None:
+async def _conversed(episode: PooledToolEpisode, row: PooledConversation, pool: ConversationPool) -> None:
     await episode.run()
+    fill_versions(row.conversation, pool.version)
     row.over = True
 
 
@@ -221,14 +223,14 @@ class PooledToolEpisode(ToolEpisode):
         return completion
 
     def sampled(self, completion: Completion, prompt: int) -> None:
-        """Record a turn that the model has sampled, with the versions of the weights.
+        """Record a turn that the model has sampled; the next one begins.
 
         Args:
             completion: the sampled turn.
             prompt: the number of tokens before it.
         """
         self._row.turn = PooledRow()
-        super().sampled(with_versions(completion, self._pool.version), prompt)
+        super().sampled(completion, prompt)
 
     async def _speak(self) -> Message:
         conversation = self.conversation
@@ -236,10 +238,8 @@ class PooledToolEpisode(ToolEpisode):
         return await super()._speak()
 
 
-def with_versions(completion: Completion, version: int) -> Completion:
-    """Return a completion that knows the versions of the weights: its own, or `version` for all tokens where it has
-    none, such as the token that takes the place of a turn whose conversation broke off."""
-    versions = completion.weight_versions
-    return dataclasses.replace(
-        completion, weight_versions=[version] * len(completion.token_ids) if versions is None else versions
-    )
+def fill_versions(conversation: Conversation, version: int) -> None:
+    """Give the last tokens of a conversation a version of the weights where they have none, such as the token that
+    takes the place of a turn where a conversation broke off."""
+    missing = len(conversation.completion_ids) - len(conversation.weight_versions)
+    conversation.weight_versions += [version] * missing

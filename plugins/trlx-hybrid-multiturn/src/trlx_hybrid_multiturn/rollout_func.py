@@ -26,7 +26,7 @@ from trlx_hybrid.errors import ConfigError, EngineError
 
 from .environment import CheckedEnvironment, Environment, Row, refuse_prompts
 from .episode import Episode, broken, rendered
-from .in_flight import Play, over_rollouts
+from .in_flight import Play, fill_versions, over_rollouts
 from .loop import Generate, OutOfTimeError
 from .multi_turn import MultiTurn
 from .tokens import TemplateTokens, preserving_tokens
@@ -407,11 +407,9 @@ class EnvironmentEpisode(Episode):
 async def _pooled(episode: PlayedEpisode, row: PooledEpisode, pool: EpisodePool) -> None:
     """Play an episode to its end, and then put what became of it into its row of the pool."""
     await episode.run()
-    conversation = episode.conversation
-    unknown = len(conversation.completion_ids) - len(conversation.weight_versions)  # of one that broke off
-    conversation.weight_versions += [pool.version] * unknown
+    fill_versions(episode.conversation, pool.version)
     row.prompt_ids, row.reward, row.branches = episode.prompt_ids, episode.reward, episode.branches
-    row.conversation = conversation
+    row.conversation = episode.conversation
 
 
 def _multi_turn(trainer: Any) -> MultiTurn:

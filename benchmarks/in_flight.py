@@ -16,7 +16,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +100,8 @@ Curves = dict[str, dict[str, Any]]
 """The trainings of a case by `max_staleness`, as `measure` returns them."""
 
 
-def run(given: Mapping[str, Any], staleness: Sequence[int], warm: int, curves: Curves) -> Result:
-    """Train the arms of one case, a kind and a distribution of lengths.
+def run(given: Mapping[str, Any], staleness: Sequence[int], warm: int, curves: Curves) -> Iterator[Result]:
+    """Train the arms of one case, a kind and a distribution of lengths; yield the result so far after each.
 
     Args:
         given: what `measure` takes, but for `folder` and `staleness`.
@@ -112,14 +112,18 @@ def run(given: Mapping[str, Any], staleness: Sequence[int], warm: int, curves: C
     Raises:
         ValueError: two arms trained on completions of other lengths.
     """
-    model, case = given["model"], case_of(given)
+    case = case_of(given)
     with tempfile.TemporaryDirectory(prefix="benchmark-in-flight-", ignore_cleanup_errors=True) as folder:
-        write_model(Path(folder), SCALES[model])
+        write_model(Path(folder), SCALES[given["model"]])
         for limit in staleness:
             found = ask("benchmarks.in_flight", {**given, "folder": folder, "staleness": limit}, LIMIT)
-            curves[str(limit)] = found
+            curves = curves | {str(limit): found}
             print(f"{case}: max_staleness={limit} took {statistics.fmean(found['seconds'][warm:-warm]):.2f} s a step")
-    curves = {limit: curves[limit] for limit in sorted(curves, key=int)}
+            yield _result(given["model"], case, warm, {limit: curves[limit] for limit in sorted(curves, key=int)})
+
+
+def _result(model: str, case: str, warm: int, curves: Curves) -> Result:
+    """Return the result of one case's trainings, in the order of their `max_staleness`."""
     if len({tuple(found["lengths"]) for found in curves.values()}) > 1:
         raise ValueError("The arms trained on completions of other lengths.")
     steady = {limit: tuple(found["seconds"][warm:-warm]) for limit, found in curves.items()}
@@ -160,7 +164,8 @@ def main() -> None:
     file, curves = file_of(named(given["model"]), accelerator()), {}
     if add and file.exists():
         curves = json.loads(file.read_text())["settings"]["curves"].get(case_of(given), {})
-    run(given, staleness, warm, curves).publish(add=add)
+    for place, result in enumerate(run(given, staleness, warm, curves)):
+        result.publish(add=add or place > 0)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ from trlx_hybrid.rollout.pool import Pool, PooledGroup, PoolRollout
 from .step import LENGTHS
 
 DECODE_SECONDS, TRAIN_SECONDS, READ_SECONDS = 0.0026, 1.25, 0.3
+BEGIN_SECONDS = 0.0015
+"""The additional time of a step of the engine that also reads the prompts of rows that begin."""
 GROUPS, COMPLETIONS = 8, 8
 STALENESS, IN_FLIGHT = (0, 1, 2, 3, 4), (64, 96, 128)
 BATCHES, WARM, LAST = 48, 12, 6
@@ -22,7 +24,7 @@ BATCHES, WARM, LAST = 48, 12, 6
 
 
 class Engine:
-    """A stream of requests whose lengths are known; each step takes the same time.
+    """A stream of requests whose lengths are known. Each step takes the same time, and more where requests begin.
 
     Attributes:
         seconds: the time that its steps have taken.
@@ -32,6 +34,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self._begins = False
         self._left: dict[int, int] = {}
         self._sampled: dict[int, int] = {}
         self._ended: set[int] = set()
@@ -40,6 +43,7 @@ class Engine:
         """Add a request, whose row is its key."""
         assert request.max_tokens is not None
         self._left[request.row], self._sampled[request.row] = request.max_tokens, 0
+        self._begins = self.seconds > 0  # what is read in the first step is counted for the whole rollout
         return request.row
 
     def abort(self, key: int) -> None:
@@ -48,7 +52,8 @@ class Engine:
 
     def step(self, more: bool) -> tuple[list[tuple[int, Completion]], bool]:
         """Sample a token for each request."""
-        self.seconds += DECODE_SECONDS
+        self.seconds += DECODE_SECONDS + (BEGIN_SECONDS if self._begins else 0)
+        self._begins = False
         self._advance(1)
         ended, self._ended = sorted(self._ended), set()
         return [(key, self._completion(key, "stop")) for key in ended], more

@@ -1,7 +1,8 @@
 """The pool of rows in flight, on a simulated engine: no group is lost, doubled or late, whatever the lengths."""
 
 import copy
-from collections import UserDict
+import random
+from collections import Counter, UserDict
 
 import numpy as np
 import torch
@@ -71,6 +72,27 @@ def test_steps_with_few_rows_are_counted():
     rollout.run()
     assert (rollout.steps, rollout.sampled) == (10, sum(lengths))
     assert rollout.alone == 7  # the last row is by itself from the fourth step on, and two rows would not count
+
+
+def test_rows_begin_together():
+    """In a pool that is always full, a step of the engine that reads prompts reads several."""
+    pool, draw = Pool(8, 4), random.Random(0)
+    stream = SimulatedStream([draw.randint(20, 60) for _ in range(8 * 5 * 8)])
+    stream.most, begun, added = 96, [], stream.add
+
+    def begin():
+        return pool.begin(pool.begun, [0], 8) if pool.room(40) > 0 else None
+
+    def request(group, place):
+        return Request(prompt_ids=[0], seed=0, row=8 * group.number + place, max_tokens=60)
+
+    rollout = PoolRollout(pool, stream, in_flight=96, version=0, begin=begin, request=request)
+    stream.add = lambda request: begun.append(rollout.steps) or added(request)
+    rollout.run()
+    later = Counter(step for step in begun if step)
+    assert len(later) > 1
+    assert min(later.values()) >= 96 // 16
+    assert rollout.sampled / rollout.steps > 0.95 * 96
 
 
 @st.composite

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from ..contract.types import Request
 
 
+TOGETHER = 16
+"""Rows begin when one place in so many is free: a step of the engine that also reads prompts takes longer than one that
+only decodes, so few such steps are better than one for each row that ends."""
+
+
 @dataclass(slots=True, eq=False)
 class PooledGroup:
     """The completions, conversations or episodes of one prompt, which are trained together.
@@ -227,6 +232,8 @@ class PoolRollout:
 
     def _fill(self) -> None:
         """Let further rows be sampled, as far as there is room: interrupted ones first, then those of new groups."""
+        if self._in_flight - len(self._running) < self._in_flight // TOGETHER:
+            return
         while len(self._running) < self._in_flight:
             if not self._waiting:
                 group = self._begin()

@@ -419,11 +419,13 @@ def test_an_engine_for_conversations_records_steps_that_read_prompts(monkeypatch
     )
     plain = tiny_model()
 
-    def graphs(needs=("streams",), model=plain, architecture="Qwen3ForCausalLM", dtype=torch.bfloat16, **options):
+    def graphs(
+        needs=("streams",), model=plain, architecture="Qwen3ForCausalLM", dtype=torch.bfloat16, staleness=0, **options
+    ):
         rollout = SimpleNamespace(component=SimpleNamespace(needs=needs))
         session = SimpleNamespace(
             selection=SimpleNamespace(rollout=rollout),
-            config=SimpleNamespace(router_replay=False),
+            config=trlx_hybrid.HybridConfig(engine="vllm", rollout_options={"max_staleness": staleness}),
             over_support=False,
             policy=SimpleNamespace(base=model, architecture=architecture),
         )
@@ -436,6 +438,7 @@ def test_an_engine_for_conversations_records_steps_that_read_prompts(monkeypatch
     assert graphs(max_model_len=50, max_num_seqs=4)["max_cudagraph_capture_size"] == 200  # as many as a step has
     assert graphs(max_num_seqs=256) == graphs(max_num_seqs=None) == {"cudagraph_mode": "FULL"}
     assert graphs(needs=()) is None
+    assert graphs(needs=(), staleness=2) == wide  # rows begin while others decode
     assert graphs(enforce_eager=True) is None
     assert graphs(pipeline_parallel_size=2) is None
     assert graphs(speculative_config={"method": "ngram"}) is None

@@ -265,7 +265,7 @@ def shared_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype,
 
 
 def _graphs_for_prompts(options: VLLMOptions, batched_tokens: int) -> dict[str, Any]:
-    """Return the arguments for CUDA graphs of steps that decode and also read short prompts, such as tool results.
+    """Return the arguments for CUDA graphs of steps that decode and also read short prompts or tool results.
 
     By vLLM's defaults, the largest graph for 64 sequences has 128 tokens. A step that decodes 64 sequences and reads
     two tool results of 40 tokens is larger, and takes 25 ms. In a smaller step that reads prompts, attention is
@@ -284,17 +284,18 @@ def _graphs_for_prompts(options: VLLMOptions, batched_tokens: int) -> dict[str, 
 def _records_prompts(session: Session, options: VLLMOptions, dtype: torch.dtype) -> bool:
     """Return whether to capture CUDA graphs of steps that read prompts.
 
-    True where the rollout adds requests one by one while others decode, and vLLM can capture such steps. It can with
-    FlashAttention 3, which vLLM takes on Hopper for models whose layers have attention only. With chunked attention,
-    vLLM refuses to capture them. With other attention, vLLM would compile the model for whole graphs, and then capture
-    no graph of a step that reads prompts.
+    True where requests are added while others decode, and vLLM can capture such steps. Requests are added so by
+    rollouts of conversations, and by any rollout whose rows stay in flight over optimizer steps. vLLM can capture such
+    steps with FlashAttention 3, which it takes on Hopper for models whose layers have attention only. With chunked
+    attention, vLLM refuses to capture them. With other attention, vLLM would compile the model for whole graphs, and
+    then capture no graph of a step that reads prompts.
     """
     from vllm.platforms import current_platform
 
     rollout, config = session.selection.rollout, session.policy.base.config
     return (
         rollout is not None
-        and "streams" in rollout.component.needs
+        and ("streams" in rollout.component.needs or session.config.options("rollout").get("max_staleness", 0) > 0)
         and not options.enforce_eager
         and options.speculative_config is None
         and options.pipeline_parallel_size == 1

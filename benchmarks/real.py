@@ -5,7 +5,8 @@
 FOLDER holds a model that answers small questions, such as SmolLM2-135M-Instruct. `--task` chooses what it learns:
 `sums` of two numbers, a task of `reasoning-gym`, which needs the package of this name, or sums with a calculator as a
 `tool`, by TRL's `tools=`. A fourth arm, `all`, is ours without sleep mode. Layers are recomputed there only where
-memory requires it, so that it leaves gradient checkpointing on, which `tuned` switches off.
+memory requires it, so that it leaves gradient checkpointing on, which `tuned` switches off. `--in-flight` compares the
+import alone with rows that stay in flight for up to one, two and four optimizer steps (`max_staleness`).
 
 Each training is a process of its own, as a user starts it, and the arms take turns. Questions, learning rates, steps
 and batch are the same for all arms, and were fixed before anything was measured. Accuracy on questions that no training
@@ -39,6 +40,9 @@ alone; and ours without sleep mode."""
 
 KEPT_AWAKE = ("tuned", "all")
 """The arms without sleep mode."""
+
+IN_FLIGHT = {"staleness-1": 1, "staleness-2": 2, "staleness-4": 4}
+"""The arms of `--in-flight` beside `import`, and their `max_staleness`."""
 
 KINDS = ("full", "lora")
 ROWS = 16
@@ -121,13 +125,13 @@ def final(arms: Mapping[str, Sequence[Mapping[str, Any]]]) -> float:
     return min(statistics.median(map(learned, found)) for found in arms.values())
 
 
-def metrics_of(runs: Runs) -> dict[str, float]:
+def metrics_of(runs: Runs, peer: str = "trl") -> dict[str, float]:
     """Return the metrics of all runs, by kind and arm, medians over the seeds.
 
     They are: seconds of start-up and of a step, the reward that was learned, the accuracy on held-out questions, the
     gap between engine and trainer, and seconds to a share of the final reward: of training alone, and with the
     start-up. Runs that never reach it are counted. Beside them is the share of steps in which the rewards of an arm's
-    seeds overlap with those of TRL's.
+    seeds overlap with those of the arm `peer`.
     """
     metrics: dict[str, float] = {}
     for kind, arms in runs.items():
@@ -139,8 +143,8 @@ def metrics_of(runs: Runs) -> dict[str, float]:
             metrics[f"held_out_{name}"] = statistics.median(c["held_out"] for c in found)
             if gaps := [gap for c in found for gap in c.get("gap", ()) if gap is not None]:
                 metrics[f"gap_{name}"] = statistics.median(gaps)
-            if "trl" in arms and arm != "trl":
-                metrics[f"steps_that_overlap_{name}"] = overlap(found, arms["trl"])
+            if peer in arms and arm != peer:
+                metrics[f"steps_that_overlap_{name}"] = overlap(found, arms[peer])
             for share in SHARES:
                 metrics |= times_to(share, found, final(arms), name)
     return metrics
@@ -181,11 +185,18 @@ Curves = dict[str, dict[str, list[dict[str, Any]]]]
 
 
 def measure(
-    model: str, kinds: Sequence[str], arms: Sequence[str], seeds: Sequence[int], runs: Curves, sizes: Mapping[str, Any]
+    name: str,
+    model: str,
+    kinds: Sequence[str],
+    arms: Sequence[str],
+    seeds: Sequence[int],
+    runs: Curves,
+    sizes: Mapping[str, Any],
 ) -> None:
     """Train each arm with each seed, in turns. The result file is written after each training.
 
     Args:
+        name: that of the result.
         model: the model's folder.
         runs: the runs that the result has already. Those of the same kind, arm and seed are replaced.
         sizes: task, sequences and longest of `Run`; steps, by kind.
@@ -201,22 +212,23 @@ def measure(
             others = [run for run in runs.setdefault(kind, {}).get(arm, []) if run["seed"] != seed]
             curves |= {"seed": seed, "commit": commit()}
             runs[kind][arm] = sorted([*others, curves], key=lambda run: run["seed"])
-            result(runs, sizes).publish()
+            result(name, runs, sizes).publish()
 
 
-def result(runs: Curves, sizes: Mapping[str, Any]) -> Result:
-    """Return the result of runs of these sizes."""
+def result(name: str, runs: Curves, sizes: Mapping[str, Any]) -> Result:
+    """Return the result, called `name`, of runs of these sizes."""
+    peer = "trl" if name == named(sizes["task"]) else "import"
     measurements = [
         Measurement(arm, tuple(s for c in found for s in c["seconds"][WARM:]), kind)
         for kind, by_arm in runs.items()
         for arm, found in by_arm.items()
     ]
     return Result(
-        benchmark=named(sizes["task"]),
+        benchmark=name,
         device=accelerator(),
-        peer="trl",
+        peer=peer,
         measurements=measurements,
-        metrics=metrics_of(runs),
+        metrics=metrics_of(runs, peer),
         settings={
             **sizes,
             "learning_rates": TASKS[sizes["task"]].learning_rates,
@@ -226,30 +238,36 @@ def result(runs: Curves, sizes: Mapping[str, Any]) -> Result:
     )
 
 
-def named(task: str) -> str:
-    """Return the name of a task's results: that of the benchmark, for the first task, with nothing behind it."""
-    return "real" if task == "sums" else f"real_{task.replace('-', '_')}"
+def named(task: str, in_flight: bool = False) -> str:
+    """Return the name of a task's results: that of the benchmark, for the first task, with nothing behind it.
+
+    Args:
+        in_flight: whether they compare rows in flight.
+    """
+    name = "real" if task == "sums" else f"real_{task.replace('-', '_')}"
+    return f"{name}_in_flight" if in_flight else name
 
 
-def earlier(sizes: Mapping[str, Any], folder: Path = RESULTS) -> Curves:
-    """Return the runs of this device's result, which later ones are added to; none if there is no such result.
+def earlier(name: str, sizes: Mapping[str, Any], folder: Path = RESULTS) -> Curves:
+    """Return the runs of this device's result of this name, which later ones are added to; none if there is no such
+    result.
 
     Raises:
         SystemExit: they were measured with other sizes or versions.
     """
-    file = file_of(named(sizes["task"]), accelerator(), folder)
+    file = file_of(name, accelerator(), folder)
     if not file.exists():
         return {}
     content = json.loads(file.read_text())
     settings = content["settings"]
-    for name, then, now in [
+    for what, then, now in [
         *((size, settings[size], number) for size, number in sizes.items()),
         ("learning rates", settings["learning_rates"], TASKS[sizes["task"]].learning_rates),
         ("versions", content["versions"], versions()),
     ]:
         if then != now:
             sys.exit(
-                f"Cannot add to {file.name}: its {name} are {then}, and now {now}. Measure all again, without --add."
+                f"Cannot add to {file.name}: its {what} are {then}, and now {now}. Measure all again, without --add."
             )
     curves: Curves = settings["curves"]
     return curves
@@ -265,7 +283,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="what is learned; reasoning-gym needs the package reasoning-gym (default: sums)",
     )
     parser.add_argument("--kind", choices=KINDS, action="append", help="may be repeated; default: all")
-    parser.add_argument("--arm", choices=ARMS, action="append", help="may be repeated; default: all")
+    parser.add_argument("--in-flight", action="store_true", help="compare rows in flight instead of trainers")
+    parser.add_argument(
+        "--arm",
+        choices=(*ARMS, *IN_FLIGHT),
+        action="append",
+        help="may be repeated; default: all trainers, or import and all rows in flight",
+    )
     parser.add_argument("--seed", type=int, action="append", help="may be repeated; default: 0, 1 and 2")
     parser.add_argument("--steps", type=int, help="optimizer steps of a run (default: the task's)")
     parser.add_argument("--sequences", type=int, default=128, help="completions of a step (default: 128)")
@@ -279,8 +303,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         "sequences": given.sequences,
         "longest": given.longest or task.longest,
     }
-    runs = earlier(sizes) if given.add else {}
-    measure(given.model, given.kind or KINDS, given.arm or ARMS, given.seed or (0, 1, 2), runs, sizes)
+    name, arms = named(given.task, given.in_flight), ("import", *IN_FLIGHT) if given.in_flight else ARMS
+    if given.arm and not {*given.arm} <= {*arms}:
+        parser.error(f"--arm: with{'' if given.in_flight else 'out'} --in-flight the arms are {', '.join(arms)}.")
+    runs = earlier(name, sizes) if given.add else {}
+    measure(name, given.model, given.kind or KINDS, given.arm or arms, given.seed or (0, 1, 2), runs, sizes)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from importlib.resources import files
 from typing import Any
 
 from .child import answer
-from .real import EVALUATED, KEPT_AWAKE, ROWS, Run
+from .real import EVALUATED, IN_FLIGHT, KEPT_AWAKE, ROWS, Run
 from .real_tasks import TASKS, Rewards, Task
 
 ACCURACY = "rewards/right/mean"
@@ -124,6 +124,9 @@ def trainer_of(run: Run, steps: Any) -> Any:
 
     task = TASKS[run.task]
     rewards, held_out = task.split()
+    further: dict[str, Any] = {"tools": list(task.tools)} if task.tools else {}
+    if run.arm in IN_FLIGHT:
+        further["hybrid"] = {"engine": "vllm", "rollout_options": {"max_staleness": IN_FLIGHT[run.arm]}}
     return package.GRPOTrainer(
         model=run.model,
         processing_class=tokenizer_of(run.model, task),
@@ -133,7 +136,7 @@ def trainer_of(run: Run, steps: Any) -> Any:
         eval_dataset=Dataset.from_list(held_out),
         peft_config=LoraConfig(r=16, target_modules="all-linear") if run.kind == "lora" else None,
         callbacks=[steps],
-        **({"tools": list(task.tools)} if task.tools else {}),
+        **further,
     )
 
 

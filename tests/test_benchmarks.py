@@ -495,13 +495,17 @@ def test_runs_of_real_weights_are_added_to_those_of_equal_sizes(tmp_path, monkey
     monkeypatch.setattr(real, "RESULTS", tmp_path)
     monkeypatch.setattr(result.Result.publish, "__defaults__", (tmp_path,))
     sizes = {"task": "sums", "steps": {"full": 20, "lora": 20}, "sequences": 8, "longest": 4}
-    real.measure("model", ["full"], ["trl", "import"], [1, 0], {}, sizes)
-    runs = real.earlier(sizes, tmp_path)
-    real.measure("model", ["full"], ["import"], [2, 1], runs, sizes)
-    runs = real.earlier(sizes, tmp_path)
+    real.measure("real", "model", ["full"], ["trl", "import"], [1, 0], {}, sizes)
+    runs = real.earlier("real", sizes, tmp_path)
+    real.measure("real", "model", ["full"], ["import"], [2, 1], runs, sizes)
+    runs = real.earlier("real", sizes, tmp_path)
     assert {arm: [run["seed"] for run in found] for arm, found in runs["full"].items()} == {
         "trl": [0, 1],
         "import": [0, 1, 2],
     }
     with pytest.raises(SystemExit, match=r"its sequences are 8, and now 16\. Measure all again, without --add"):
-        real.earlier(sizes | {"sequences": 16}, tmp_path)
+        real.earlier("real", sizes | {"sequences": 16}, tmp_path)
+    real.measure("real_in_flight", "model", ["full"], ["import", "staleness-2"], [0], {}, sizes)
+    found = json.loads((tmp_path / f"real_in_flight-{result.accelerator()}.json").read_text())
+    assert (found["peer"], found["metrics"]["steps_that_overlap_staleness-2_full"]) == ("import", 1.0)
+    assert real.earlier("real", sizes, tmp_path) == runs  # they are no arms of the other comparison

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import trlx_hybrid
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config
 from trlx_hybrid.session import Session
 from trlx_hybrid.testing.models import tiny_model
@@ -109,6 +110,44 @@ def test_rows_of_one_tile_are_counted_whatever_their_linear_modules_tell(compare
     compared(GRPO, LONG, noisy, **STEPS)
     assert plans[0] == LayerPlan(kept=1)
     assert set(plans[1:]) == {LayerPlan(kept=0, offloaded=2)}
+
+
+class Operations(TorchDispatchMode):
+    """Notes each operation of torch, with the shapes of what it reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        shapes = [tuple(value.shape) for value in args if isinstance(value, torch.Tensor)]
+        self.seen.append((str(func), shapes))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["full", "LoRA"])
+def test_they_cost_nothing_where_memory_holds_the_rows(run, noisy, plans, monkeypatch, adapters):
+    """Not one operation of a step, forward or backward, is another than without tiles and host memory."""
+    monkeypatch.setattr(Session, "free_bytes", lambda self: 1 << 60)
+    stock, found = GRPO.training_step, {}
+
+    def training_step(self, *args, **kwargs):
+        with Operations() as operations:
+            loss = stock(self, *args, **kwargs)
+        found[on].append(operations.seen)
+        return loss
+
+    monkeypatch.setattr(GRPO, "training_step", training_step)
+    for on in (False, True):
+        found[on] = []
+        options = BEFORE | {"adaptive_checkpointing": True, "tiles": on, "activation_offloading": on}
+        given = {"peft_config": lora()()} if adapters else {}
+        settings = noisy | {"scoring": "packed", "scoring_options": options}
+        run(GRPO, hybrid=settings, plugins=[Offer()], **STEPS, **given).close()
+    assert [plan.tiled or plan.offloaded > 0 for plan in plans] == [False] * len(plans)
+    assert found[True] == found[False]
+    assert len(found[True]) > 2
+    assert all(any("backward" in name for name, _ in step) for step in found[True])
 
 
 def test_it_is_said_once(compared, noisy, plans, caplog):

@@ -126,12 +126,8 @@ class ScoringCall:
         self.attention_mask = attended(run.batch, self.attention_mask, self.completion_length)
         activate_copies(run.session.policy.module)
         self.experts, self.kept = self._experts(of_old), self._kept()
-        begins = self._beside().get(branches.BRANCHES)
-        if begins is None or self.experts is not None or self.kept is not None:
-            rows = self._rows()
-            scores = self._scored_together(rows) or component_scores(run.session, rows, self.entropies)
-        else:
-            scores = self._scored_by_branch(begins)
+        rows = self._rows()
+        scores = self._scored_together(rows) or self._scored(rows, [self._beside()], self.entropies)
         self._keep(scores)
         return scores
 
@@ -254,14 +250,20 @@ class ScoringCall:
         replay = self.run.session.router_replay
         return nullcontext() if replay is None or experts is None else replay.replaying(experts)
 
-    def _scored_by_branch(self, begins: Tensor) -> Scores:
-        """Return the scores of rows whose branches are scored as rows of their own, all in one forward pass, so that
-        sharded ranks run equally many. Collective.
+    def _scored(self, rows: Rows, batches: Sequence[Mapping[str, Any]], entropies: bool) -> Scores:
+        """Return the scores of rows. Branches are scored as rows of their own, all in one forward pass, so that sharded
+        ranks run equally many. Collective.
 
         Args:
-            begins: (B, T), the value of BRANCHES.
+            rows: the rows of these micro-batches.
+            batches: the tensors by name that each micro-batch has beside its rows, or all of its tensors.
+            entropies: whether entropies are needed.
         """
-        parts = branches.Parts.of(self.input_ids, self.attention_mask, begins)
+        whole = self.experts is not None or self.kept is not None or branches.BRANCHES not in batches[0]
+        if whole:
+            return component_scores(self.run.session, rows, entropies)
+        begins = torch.cat([batch[branches.BRANCHES] for batch in batches])
+        parts = branches.Parts.of(rows.input_ids, rows.attention_mask, begins)
         call = replace(
             self,
             input_ids=parts.input_ids,
@@ -269,7 +271,7 @@ class ScoringCall:
             completion_length=parts.completion_length,
             at_once=None,
         )
-        return parts.rows(component_scores(self.run.session, call._rows(), self.entropies))
+        return parts.rows(component_scores(self.run.session, call._rows(), entropies))
 
     # --- one pass for several micro-batches -------------------------------------------------------------------------
 
@@ -295,15 +297,15 @@ class ScoringCall:
                 return None
             every = self._together(rows, ahead[:count])
             if count > session.scoring.joins:
-                alike = self._alike(rows, every, ahead[count - 1])
+                alike = self._alike(rows, every, ahead[:count])
                 session.scoring.joins = count if alike else 0  # which is in its checkpoints
                 if not alike:
                     return None
-            window.joined = JoinedPass(component_scores(session, every, self.entropies), ahead[:count])
+            window.joined = JoinedPass(self._scored(every, ahead[:count], self.entropies), ahead[:count])
         return window.joined.take(micro_batch)
 
     @torch.no_grad()
-    def _alike(self, rows: Rows, every: Rows, last: dict[str, Any]) -> bool:
+    def _alike(self, rows: Rows, every: Rows, ahead: list[dict[str, Any]]) -> bool:
         """Compute the log-probs of one micro-batch twice, in a forward pass of its own and in one pass together with
         other micro-batches, both without dropout. Return whether they are the same, and log a warning if not.
         Collective.
@@ -311,12 +313,12 @@ class ScoringCall:
         Args:
             rows: the current micro-batch, in the form in which a scoring component takes it.
             every: the rows of all micro-batches that the joined pass computes.
-            last: the micro-batch that is computed twice; it is the last one in `every`.
+            ahead: these micro-batches. The last one is computed twice.
         """
-        session = self.run.session
+        session, last = self.run.session, ahead[-1]
         with evaluating(self.model), preserved_generators():
-            alone = self._together(rows, [last])
-            apart, joined = (component_scores(session, some, False).log_probs for some in (alone, every))
+            apart = self._scored(self._together(rows, [last]), [last], False).log_probs
+            joined = self._scored(every, ahead, False).log_probs
         session.policy.reshard()  # without a backward pass the parameters would stay gathered
         self.masses.clear()  # nothing is logged of these passes
         if session.router_replay is not None:

@@ -437,15 +437,22 @@ async def forks(base_url, row):
 
 
 class Computed(TrainerCallback):
-    """Counts the tokens that the first linear layer computes in passes with gradients."""
+    """Counts the tokens that the first linear layer computes in passes with gradients, and these passes in each
+    step."""
 
-    tokens = 0
+    def __init__(self):
+        self.tokens, self.passes = 0, []
 
     def on_train_begin(self, args, state, control, model, **kwargs):
         def count(module, given, out):
-            self.tokens += given[0].shape[:-1].numel() * torch.is_grad_enabled()
+            if torch.is_grad_enabled():
+                self.tokens += given[0].shape[:-1].numel()
+                self.passes[-1] += 1
 
         model.model.layers[0].self_attn.q_proj.register_forward_hook(count)
+
+    def on_step_begin(self, *args, **kwargs):
+        self.passes.append(0)
 
 
 def test_what_several_branches_begin_with_is_computed_once(train):
@@ -470,6 +477,27 @@ def test_what_several_branches_begin_with_is_computed_once(train):
         computed += sum(end >= len(prompt) or beginning not in held for end, beginning in enumerate(own, 1))
         held.update(own)
     assert counted.tokens == computed < 0.75 * sum(len(prompt) + len(completion) for prompt, completion in branches)
+
+
+def test_micro_batches_with_branches_share_a_pass(train):
+    """Each token is computed once for all rows of a step, and they are trained as they are apart."""
+    given = {"max_completion_length": 800, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    found = {}
+    for joined in (False, True):
+        scoring, counted = {"scoring": "packed", "scoring_options": {"joined": joined}}, Computed()
+        hybrid = {"engine": "vllm", "rollout_options": {"progress": False}} | scoring
+        done, _ = train(rewrites, max_steps=3, optim="sgd", hybrid=hybrid, callbacks=[counted], **given)
+        logs = [log for log in done.trainer.state.log_history if "loss" in log]
+        assert [log["hybrid/agents/branches"] for log in logs] == [3.0] * 3
+        found[joined] = counted, logs, done.weights()
+    (apart, logs, weights), (ours, same_logs, same_weights) = found[False], found[True]
+    assert apart.passes[-1] >= 4
+    assert ours.passes[-1] == 1
+    assert ours.tokens < 0.8 * apart.tokens
+    for name, weight in weights.items():
+        torch.testing.assert_close(same_weights[name], weight, rtol=0, atol=1e-6)
+    for log, same in zip(logs, same_logs, strict=True):
+        assert (same["loss"], same["grad_norm"]) == pytest.approx((log["loss"], log["grad_norm"]), abs=1e-4, rel=1e-4)
 
 
 class MaskedBranches(Agents):

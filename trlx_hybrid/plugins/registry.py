@@ -7,7 +7,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..blame import asked_text, blaming
 from ..contract.conversation import Conversation
@@ -15,6 +15,9 @@ from ..contract.protocols import Algorithm, Engine, EnvironmentArguments, Rollou
 from ..contract.types import Completion, Request, Sampling
 from ..errors import ComponentError, did_you_mean, nearest
 from .checks import accepts, described, missing_members, mistaken_members, wrong_completions, wrong_conversations
+
+if TYPE_CHECKING:
+    from ..contract.activations import Activations, PlannedLoss
 
 Slot = Literal["engine", "weights", "rollout", "scoring", "algorithm", "environment", "server"]
 SLOTS: tuple[Slot, ...] = get_args(Slot)
@@ -79,6 +82,8 @@ class Component:
         by_name: whether it is chosen only by its name: `auto` skips it.
         proves: for a scoring: whether it compares its log-probs with TRL's on a run's first rows, and scores as TRL
             does where they differ. `auto` chooses only among scorings that do.
+        activations: for a scoring: called with a `PlannedLoss` and the options; returns the memory that this pass of
+            the loss takes (`Activations`), for `trlx-hybrid train --forecast`, or None where that is not known.
         options_before: for a scoring: the former defaults of options whose defaults have changed. A run gets them if it
             resumes from a checkpoint, or replays a recording, that is so old that it does not name these options.
         plugin: name of the plugin that offered the component.
@@ -105,6 +110,7 @@ class Component:
     remote: bool = False
     by_name: bool = False
     proves: bool = False
+    activations: Callable[[PlannedLoss, Any], Activations | None] = lambda loss, options: None
     options_before: Mapping[str, Any] = field(default_factory=dict)
     distribution: str = BUILTIN
 
@@ -138,6 +144,19 @@ class Component:
             ComponentError: its function `refuses` raised, or returned something else than a text or None.
         """
         return asked_text(self, self, "refuses", session, options)
+
+    def forecast(self, loss: PlannedLoss, options: Any) -> Activations | None:
+        """Return the memory that a pass of the loss takes with this scoring; None where that is not known.
+
+        Args:
+            loss: the pass.
+            options: the component's validated options.
+
+        Raises:
+            ComponentError: its function `activations` raised.
+        """
+        with blaming(self, "activations"):
+            return self.activations(loss, options)
 
     def build(self, session: Any, options: Any) -> Any:
         """Build the component: return the live object.

@@ -19,7 +19,7 @@ from trlx_hybrid_training.layer_memory import (
     plan,
 )
 from trlx_hybrid_training.packing import Pack
-from trlx_hybrid_training.recomputation import _counting, layers_of
+from trlx_hybrid_training.recomputation import counting_kept, layers_of
 from trlx_hybrid_training.tiles import tileable, tiled
 
 GIB = 1 << 30
@@ -91,7 +91,7 @@ def test_linear_modules_tell_what_a_layer_keeps_at_most(kind, adapters, dtype):
     ids = torch.randint(3, 90, (1, 1024))
     pack = Pack.of(ids, torch.ones_like(ids), 1000)
     for modules in ([], tileable(last)):
-        with tiled(modules, 256), attention.packing(), _counting(last) as counted:
+        with tiled(modules, 256), attention.packing(), counting_kept(last) as counted:
             model(**pack.inputs, segments=pack.segments, prefixes=pack.prefixes, use_cache=False)
         bound = bytes_by_width(last, dtype.itemsize, modules) * 1024
         assert bound / 6 < sum(counted.values()) <= bound

@@ -101,7 +101,7 @@ def test_what_a_layer_keeps_is_counted_to_the_byte(autocast):
     model = tiny_model().train()
     layer = model.model.layers[-1]
     whole = {}
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), recomputation._counting(layer) as counted:
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), recomputation.counting_kept(layer) as counted:
         layer.register_forward_hook(
             lambda _, __, out: whole.setdefault("out", out[0] if isinstance(out, tuple) else out)
         )
@@ -133,7 +133,7 @@ def test_copies_of_a_shared_prompt_are_expected():
     for rows in (ids[:1], ids):
         pack = Pack.of(rows, torch.ones_like(rows), 10, shared_below=1.0)
         own = {"segments": pack.segments, "prefixes": pack.prefixes}
-        with recomputation._counting(model.model.layers[-1]) as counted, attention.packing():
+        with recomputation.counting_kept(model.model.layers[-1]) as counted, attention.packing():
             model(**pack.inputs, **own, use_cache=False)
         actual = sum(counted.values())
         if len(rows) == 1:

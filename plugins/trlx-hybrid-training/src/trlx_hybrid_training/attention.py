@@ -24,6 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from .autocasting import autocast_now
 from .comparison import difference
 from .whole_rows import WholeRows, whole, whole_rows
 
@@ -178,6 +179,8 @@ def has_kernel(query: Tensor, value: Tensor) -> bool:
     Args:
         query, value: (1, heads, N, head size).
     """
+    if query.is_meta:  # where memory is forecast: kernels for other sizes keep the same tensors
+        return True
     dtype = _computed_in(query)
     fits = kernel_takes(query.shape[-1], value.shape[-1])
     return dtype in (torch.float16, torch.bfloat16) and fits and kernel_on(query.device)
@@ -200,8 +203,8 @@ def _computed_in(query: Tensor) -> torch.dtype:
 
     Autocast does not know `varlen_attn`, so its inputs are cast to this dtype by hand.
     """
-    kind = query.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    enabled, dtype = autocast_now(query.device.type)
+    return dtype if enabled else query.dtype
 
 
 def _varlen(
@@ -263,7 +266,9 @@ def cudnn_agrees(heads: int, key_heads: int, size: int, dtype: torch.dtype, devi
         heads, key_heads: the numbers of heads of queries, and of keys and values.
         size: the size of a head.
     """
-    if torch.cuda.get_device_capability(device)[0] != 9 or torch.are_deterministic_algorithms_enabled():
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    if torch.are_deterministic_algorithms_enabled():
         return False
     draw = torch.Generator(device).manual_seed(0)
     found, ends = [], torch.tensor([0, COMPARED], dtype=torch.int32, device=device)

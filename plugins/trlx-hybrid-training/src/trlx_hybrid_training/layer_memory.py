@@ -7,10 +7,13 @@ rows compute norms and MLP in tiles (`tiles`), and inputs that do not fit wait i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from torch import nn
+from trlx_hybrid.errors import MemoryPlanError
+
+GIB = 1 << 30
 
 SHARE = 0.9
 """The share of the device's free memory that activations may be planned to take, since the allocator's blocks do not
@@ -32,6 +35,9 @@ WORTH = 1 << 29
 UNDER_WAY = 3
 """The number of inputs in host memory that also take device memory at one time: one in use, and those that are being
 copied."""
+
+MARGIN = 1.25
+"""The factor by which a layer may keep more than is concluded from a count of the same layer in tiles."""
 
 BY_COLUMN = 3
 """The most values that a layer was seen to keep for a token, as a multiple of the number of input and output columns of
@@ -118,6 +124,30 @@ class LayerPlan:
     tiled: bool = False
     offloaded: int = 0
 
+    def within(self, memory: Memory, layers: Layers, host: int, tokens: int) -> LayerPlan:
+        """Return the plan with only as many inputs in host memory as it holds. The others stay on the device.
+
+        Args:
+            memory: the memory of the device.
+            layers: what each layer keeps.
+            host: bytes of host memory that inputs may take.
+            tokens: the number of tokens in the forward pass.
+
+        Raises:
+            MemoryPlanError: device and host together hold less than the inputs.
+        """
+        needed, there = layers.count * layers.inputs, max(0, memory.free - memory.others)
+        fitting = min(self.offloaded, host // max(layers.inputs, 1))
+        if needed - fitting * layers.inputs > there:
+            raise MemoryPlanError(
+                f"The inputs of {layers.count} layers take {needed / GIB:.2f} GiB for a pass of {tokens} tokens. The "
+                f"device has {there / GIB:.2f} GiB for them, and the host {host / GIB:.2f}: enough for "
+                f"{tokens * (there + host) // needed} tokens. Lower per_device_train_batch_size or "
+                "max_completion_length, or give the process more host memory.",
+                owner="host arena",
+            )
+        return replace(self, offloaded=fitting)
+
 
 def plan(memory: Memory, layers: Layers, to_host: bool) -> LayerPlan:
     """Return what the layers of a forward pass are to do. They keep as much as memory holds. Where it does not hold one
@@ -174,6 +204,68 @@ class LayerBytes:
             tokens: the number of tokens in the forward pass.
         """
         return min((b if n >= tokens else -(-b * tokens // n) for n, b in self.seen.items()), default=None)
+
+
+class KnownBytes:
+    """The knowledge of how many bytes a model's layers keep for the backward pass: as counted, else as the linear
+    modules of one layer tell; 0 where neither is known.
+
+    Attributes:
+        whole, tiled: the bytes that a layer was seen to keep, computed whole and in tiles.
+    """
+
+    def __init__(self) -> None:
+        self.whole, self.tiled = LayerBytes(), LayerBytes()
+        self._widths: tuple[int, int] | None = None  # bytes for each token: of a layer, and of what is not tiled
+
+    def read(self, layer: nn.Module, itemsize: int, tileable: Callable[[nn.Module], Sequence[nn.Module]]) -> None:
+        """Read what a layer's linear modules tell, the first time that this is called.
+
+        Args:
+            layer: a layer of a transformer.
+            itemsize: bytes of a value.
+            tileable: returns the modules of the layer that may be computed in tiles.
+        """
+        if self._widths is None:
+            every, beside = bytes_by_width(layer, itemsize), bytes_by_width(layer, itemsize, tileable(layer))
+            self._widths = every or 0, beside or 0
+
+    def layers(self, count: int, inputs: int, tokens: int, tile: int) -> Layers:
+        """Return the bytes that layers keep in a forward pass, after `read`. What linear modules tell is as far too
+        much of a whole layer as it was found to be of a layer in tiles.
+
+        Args:
+            count: the number of layers.
+            inputs: bytes of a layer's input.
+            tokens: the number of tokens in the forward pass.
+            tile: the number of tokens in the tiles of all its rows; none is tiled that has as many tokens.
+        """
+        by_width, beside_tiles = self._widths or (0, 0)
+        whole, beside = self.whole.expected(tokens), self.tiled.expected(tokens)
+        if whole is None:
+            told = 1.0 if beside is None else min(1.0, MARGIN * beside / max(beside_tiles * tokens, 1))
+            whole = int(by_width * tokens * told)
+        layers = Layers(count=count, inputs=inputs, whole=whole)
+        if tokens <= tile or beside_tiles == by_width:  # nothing would be tiled
+            return layers
+        beside = min(whole, beside_tiles * tokens) if beside is None else beside
+        return replace(layers, tiled=beside, tile=(by_width - beside_tiles) * tile)
+
+    def plan(self, memory: Memory, layers: Layers, long: bool, to_host: bool) -> LayerPlan:
+        """Return what the layers of a forward pass are to do, as `plan` does. Until a layer was counted, at most one is
+        kept, to count it: of short rows in any case, of long ones where its linear modules tell that it fits.
+
+        Args:
+            layers: what `layers` returned.
+            long: whether the rows are longer than a tile.
+            to_host: whether inputs may be kept in host memory.
+        """
+        found = plan(memory, layers, to_host)
+        if self.tiled if found.tiled else self.whole:
+            return found
+        if not long or not layers.whole:
+            return LayerPlan(kept=1)
+        return replace(found, kept=min(found.kept, 1))
 
 
 def bytes_by_width(layer: nn.Module, itemsize: int, without: Iterable[nn.Module] = ()) -> int | None:

@@ -96,6 +96,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
+from .autocasting import autocast_now
 from .comparison import difference
 
 CAST = {torch.bfloat16, torch.float16, torch.float32}  # by autocast
@@ -357,8 +358,9 @@ def _dtype(x: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> torch.dtype | Non
     if not {type(weight), type(a), type(b)} <= PLAIN:  # a DTensor, for instance
         return None
     kind, dtypes = x.device.type, {x.dtype, weight.dtype, a.dtype, b.dtype}
-    if torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind) if dtypes <= CAST else None
+    enabled, dtype = autocast_now(kind)
+    if enabled:
+        return dtype if dtypes <= CAST else None
     return x.dtype if len(dtypes) == 1 else None
 
 

@@ -21,6 +21,7 @@ from .prefixes import of_prompts, of_trie
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
     from trlx_hybrid.contract.protocols import Run
+    from trlx_hybrid.policy.policy import Policy
 
 IGNORED = -100
 """The label of a position that is not scored."""
@@ -255,9 +256,12 @@ def _ends(mask: Tensor) -> Tensor:
     return ends
 
 
-def refused(session: Run) -> str | None:
-    """Return why the rows of this run cannot be packed into one sequence without padding, or None if they can."""
-    policy, args = session.policy, session.args
+def refused(policy: Policy, args: Any) -> str | None:
+    """Return why the rows of a run cannot be packed into one sequence without padding, or None if they can.
+
+    Args:
+        args: TRL's config.
+    """
     model: Any = policy.base
     config = model.config
     adapter = getattr(policy.module, "active_peft_config", None) if policy.adapters else None

@@ -12,8 +12,15 @@ from trlx_hybrid.plugins.hookspecs import hookimpl
 from .options import BEFORE, PackedOptions, TrainingOptions
 
 if TYPE_CHECKING:
+    from trlx_hybrid.contract.activations import Activations, PlannedLoss
     from trlx_hybrid.contract.protocols import Run
     from trlx_hybrid.plugins.registry import Registry
+
+
+def _activations(loss: PlannedLoss, options: PackedOptions) -> Activations | None:
+    from .forecast import activations
+
+    return activations(loss, options)
 
 
 @hookimpl
@@ -25,6 +32,7 @@ def trlx_register(registry: Registry) -> None:
         "trlx_hybrid_training.scoring:Packed",
         options=PackedOptions,
         proves=True,
+        activations=_activations,
         options_before=BEFORE,
         summary="padding-free forward; old log-probs taken from the first training forward",
     )

@@ -34,11 +34,13 @@ from trlx_hybrid.policy.sharded import is_sharded
 
 from . import tiles
 from .host_inputs import HostInputs
-from .layer_memory import SHARE, LayerBytes, LayerPlan, Layers, Memory, bytes_by_width, plan
+from .layer_memory import SHARE, KnownBytes, LayerPlan, Layers, Memory
 from .tiles import tileable, tiled
 
 if TYPE_CHECKING:
+    from transformers import TrainingArguments
     from trlx_hybrid.contract.protocols import Run
+    from trlx_hybrid.policy.policy import Policy
 
     from .options import PackedOptions
 
@@ -46,9 +48,6 @@ logger = logging.getLogger(__name__)
 
 OFFLOADING = ("cuda",)
 """Types of devices whose memory is not the host's."""
-
-MARGIN = 1.25
-"""The factor by which a layer may keep more than is concluded from a count of the same layer in tiles."""
 
 COPIED = 4
 """The number of copied tokens that count as one computed token, when memory is estimated. Copied tokens are tokens of
@@ -84,12 +83,12 @@ class Recomputation:
 
     def __init__(self, session: Run, options: PackedOptions) -> None:
         self._session, self._options = session, options
-        self.whole_bytes, self.tiled_bytes = LayerBytes(), LayerBytes()
+        self._known = KnownBytes()
+        self.whole_bytes, self.tiled_bytes = self._known.whole, self._known.tiled
         self.recomputed: int | None = None
         self._sharded = any(is_sharded(p) for p in session.policy.module.parameters())
         self.host = HostInputs(session.policy.device)
         self._said = LayerPlan(kept=0)
-        self._by_width: tuple[int, int] | None = None  # bytes for each token: of a layer, and of what is not tiled
 
     def idle(self) -> str | None:
         """Return why there is no choice of layers in this run (gradient checkpointing is off, or is not transformers'
@@ -136,7 +135,7 @@ class Recomputation:
         record = self.tiled_bytes if chosen.tiled else self.whole_bytes
         with self._following(chosen, layers):
             if chosen.kept:
-                with _counting(layers[-1]) as storages:
+                with counting_kept(layers[-1]) as storages:
                     yield
                 if storages:  # a layer that was not called tells nothing
                     record.add(tokens, sum(storages.values()))
@@ -187,7 +186,7 @@ class Recomputation:
             function: the layer's call; its first argument is its input.
         """
         if modules:
-            function = functools.partial(_in_tiles, modules, function)
+            function = functools.partial(computed_in_tiles, modules, function)
         if to_host:
             return self.host.keeping(checkpoint, function, *args, **kwargs)
         return checkpoint(function, *args, **kwargs)
@@ -242,37 +241,19 @@ class Recomputation:
         """
         sizes = self._sizes(tokens, rows, layers)
         to_host = self._options.activation_offloading and self._session.policy.device.type in OFFLOADING
-        found = plan(self._memory(), sizes, to_host)
-        record = self.tiled_bytes if found.tiled else self.whole_bytes
-        if not record and (tokens <= rows * tiles.TILE or not sizes.whole):
-            found = LayerPlan(kept=1)
-        elif not record:
-            found = replace(found, kept=min(found.kept, 1))
+        memory = self._memory()
+        found = self._known.plan(memory, sizes, tokens > rows * tiles.TILE, to_host)
         if found.offloaded:  # the ranks of a host decide before any of them has taken its share
             ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             room = self.host.bytes + int(host_memory.free_bytes() * SHARE) // ranks
-            found = replace(found, offloaded=min(found.offloaded, room // max(sizes.inputs, 1)))
+            found = found.within(memory, sizes, room, tokens)
         return replace(found, kept=min(self._session.ranks.gather(found.kept))) if self._sharded else found
 
     def _sizes(self, tokens: int, rows: int, layers: Sequence[GradientCheckpointingLayer]) -> Layers:
-        """Return the bytes that layers keep in a forward pass of so many tokens: as counted, else as the linear modules
-        of the last one tell; 0 where neither is known. What these tell is as far too much of a whole layer as it was
-        found to be of a layer in tiles."""
-        if self._by_width is None:
-            last, itemsize = layers[-1], self._session.policy.dtype.itemsize
-            modules = tileable(last) if self._options.tiles else []
-            found = bytes_by_width(last, itemsize), bytes_by_width(last, itemsize, modules)
-            self._by_width = found[0] or 0, found[1] or 0
-        by_width, beside_tiles = self._by_width
-        whole, beside = self.whole_bytes.expected(tokens), self.tiled_bytes.expected(tokens)
-        if whole is None:
-            told = 1.0 if beside is None else min(1.0, MARGIN * beside / max(beside_tiles * tokens, 1))
-            whole = int(by_width * tokens * told)
-        sizes = Layers(count=len(layers), inputs=self._input * tokens, whole=whole)
-        if tokens <= rows * tiles.TILE or beside_tiles == by_width:  # nothing would be tiled
-            return sizes
-        beside = min(whole, beside_tiles * tokens) if beside is None else beside
-        return replace(sizes, tiled=beside, tile=(by_width - beside_tiles) * rows * tiles.TILE)
+        """Return the bytes that layers keep in a forward pass of so many tokens."""
+        in_tiles = tileable if self._options.tiles else no_modules
+        self._known.read(layers[-1], self._session.policy.dtype.itemsize, in_tiles)
+        return self._known.layers(len(layers), self._input * tokens, tokens, rows * tiles.TILE)
 
     def _memory(self) -> Memory:
         """Return how many bytes of the device are free, and how many of these will be needed for something other than
@@ -280,7 +261,7 @@ class Recomputation:
 
         It looks at every parameter, so it is called only once per forward pass.
         """
-        return Memory(free=self._session.free_bytes(), others=self._casts + self._head + self._gradients())
+        return Memory(free=self._session.free_bytes(), others=self._lasting + self._gradients())
 
     def _gradients(self) -> int:
         """Return the bytes of the gradients that the backward pass will allocate.
@@ -294,23 +275,9 @@ class Recomputation:
         return sum(tensor.nbytes for tensor in plain_tensors([p for p in trained if p.grad is None]))
 
     @functools.cached_property
-    def _casts(self) -> int:
-        """The bytes of the 16-bit copies of trained float32 weights that autocast keeps during a forward pass."""
-        if autocast_dtype(self._session.args).itemsize == 4:
-            return 0
-        trained = self._session.policy.module.parameters()
-        return sum(2 * p.numel() for p in trained if p.requires_grad and p.itemsize == 4 and not is_sharded(p))
-
-    @functools.cached_property
-    def _head(self) -> int:
-        """The bytes that TRL's fused LM head needs beside its chunks of logits: a float32 gradient if the head is
-        trained, and the gathered weight if it is sharded."""
-        head: Any = self._session.policy.base.get_output_embeddings()
-        weight = getattr(head, "weight", None)
-        if weight is None:
-            return 0
-        each = (4 if weight.requires_grad else 0) + (weight.itemsize if is_sharded(weight) else 0)
-        return int(weight.numel()) * each
+    def _lasting(self) -> int:
+        """The bytes of the device that a pass takes beside activations and gradients, whatever its tokens."""
+        return beside_activations(self._session.policy, self._session.args, is_sharded)
 
     @functools.cached_property
     def _input(self) -> int:
@@ -319,13 +286,40 @@ class Recomputation:
         return int(policy.base.config.get_text_config().hidden_size) * policy.dtype.itemsize
 
 
-def _in_tiles(modules: Sequence[nn.Module], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def beside_activations(policy: Policy, args: TrainingArguments, sharded: Callable[[Tensor], bool]) -> int:
+    """Return the bytes of the device that a forward and backward pass takes beside activations and gradients: the
+    16-bit copies of trained float32 weights that autocast keeps during a forward pass; and what TRL's fused LM head
+    needs beside its chunks of logits, a float32 gradient if the head is trained, and the gathered weight if it is
+    sharded.
+
+    Args:
+        sharded: returns whether each rank holds only a part of a parameter.
+    """
+    casts = 0
+    if autocast_dtype(args).itemsize < 4:
+        trained = policy.module.parameters()
+        casts = sum(2 * p.numel() for p in trained if p.requires_grad and p.itemsize == 4 and not sharded(p))
+    head: Any = policy.base.get_output_embeddings()
+    weight = getattr(head, "weight", None)
+    if weight is None:
+        return casts
+    each = (4 if weight.requires_grad else 0) + (weight.itemsize if sharded(weight) else 0)
+    return casts + int(weight.numel()) * each
+
+
+def no_modules(layer: nn.Module) -> Sequence[nn.Module]:
+    """Return no modules of a layer, where none may be computed in tiles."""
+    return ()
+
+
+def computed_in_tiles(modules: Sequence[nn.Module], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function while some modules compute long inputs in tiles."""
     with tiled(modules):
         return function(*args, **kwargs)
 
 
 @contextmanager
-def _counting(layer: nn.Module) -> Iterator[dict[int, int]]:
+def counting_kept(layer: nn.Module) -> Iterator[dict[int, int]]:
     """Return a context that counts the bytes which a layer keeps for the backward pass, in forward passes inside it.
 
     Args:
@@ -339,7 +333,7 @@ def _counting(layer: nn.Module) -> Iterator[dict[int, int]]:
     counting = saved_tensors_hooks(lambda tensor: _count(tensor, storages, own), lambda tensor: tensor)
 
     def before(*_: object) -> None:
-        own.update(p.untyped_storage().data_ptr() for p in layer.parameters() if not is_sharded(p))
+        own.update(_address(p) for p in layer.parameters() if not is_sharded(p))
         counting.__enter__()
 
     def after(*_: object) -> None:
@@ -356,7 +350,13 @@ def _counting(layer: nn.Module) -> Iterator[dict[int, int]]:
 def _count(tensor: Tensor, storages: dict[int, int], own: set[int]) -> Tensor:
     if tensor.layout is not torch.strided:  # an adapter's sparse values, which its weights hold
         return tensor.detach()
-    storage = tensor.untyped_storage()
-    if storage.data_ptr() not in own:
-        storages[storage.data_ptr()] = storage.nbytes()
+    address = _address(tensor)
+    if address not in own:
+        storages[address] = tensor.untyped_storage().nbytes()
     return tensor.detach()  # the tensor itself would keep its graph alive in a circle
+
+
+def _address(tensor: Tensor) -> int:
+    """Return a number that tensors have in common if they share memory; also of the meta device, which has none."""
+    storage = tensor.untyped_storage()
+    return storage._cdata if tensor.is_meta else storage.data_ptr()

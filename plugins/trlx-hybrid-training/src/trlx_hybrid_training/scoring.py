@@ -70,7 +70,7 @@ class Packed(Scoring):
     def __init__(self, session: Run, options: PackedOptions) -> None:
         self._session = session
         self.deferred = options.deferred
-        self.padded_because: str | None = refused(session) if options.packing else "packing=False"
+        self.padded_because: str | None = refused(session.policy, session.args) if options.packing else "packing=False"
         self.balanced = options.balanced and self.padded_because is None
         self._attention = "" if self.padded_because else attention_name(session)
         self._shares = options.shared_prompts and self.padded_because is None and takes_prefixes(session)

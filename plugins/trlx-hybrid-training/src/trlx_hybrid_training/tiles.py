@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,6 +28,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from trlx_hybrid.policy.sharded import is_sharded
 from trlx_hybrid.weights.verify import noise
 
+from .autocasting import META, autocast_now, autocast_on_meta
 from .comparison import difference
 
 logger = logging.getLogger(__name__)
@@ -138,6 +139,8 @@ def _joined(stock: Callable[[Tensor], Tensor], x: Tensor, tile: int) -> Tensor:
 def _computes_alike(module: nn.Module, stock: Callable[[Tensor], Any], x: Tensor) -> bool:
     """Return whether a module computes each token by itself: on the first tokens of its first long input, both halves
     apart give what they give together. Logs a warning if not."""
+    if x.is_meta:  # where memory is forecast, and there is nothing to compare
+        return True
     if module not in _alike:
         with _keeping_all(module):
             why = noise(module) or _apart(stock, x.detach()[:, :COMPARED])
@@ -151,7 +154,7 @@ def _computes_alike(module: nn.Module, stock: Callable[[Tensor], Any], x: Tensor
 def _apart(stock: Callable[[Tensor], Any], part: Tensor) -> str | None:
     """Return how a module's output for some tokens differs from that for both halves of them, or None."""
     half = part.shape[1] // 2
-    with _autocast(part.device.type, *_autocast_now(part.device.type)):
+    with _autocast(part.device.type, *autocast_now(part.device.type)):
         whole, halves = stock(part), (stock(part[:, :half]), stock(part[:, half:]))
     if not isinstance(whole, Tensor) or whole.shape[:2] != part.shape[:2]:
         return "its output has another shape than its input"
@@ -173,13 +176,11 @@ def _keeping_all(module: nn.Module) -> Iterator[None]:
             drop.training = True
 
 
-def _autocast_now(device: str) -> tuple[bool, torch.dtype]:
-    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-
-
-def _autocast(device: str, enabled: bool, dtype: torch.dtype) -> torch.autocast:
+def _autocast(device: str, enabled: bool, dtype: torch.dtype) -> AbstractContextManager[object]:
     """Return autocast as given, but without its cache: what it casts without gradients must not serve passes that have
     them, nor one tile's graph the next."""
+    if device == META:
+        return autocast_on_meta(dtype if enabled else None)
     return torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False)
 
 
@@ -199,7 +200,7 @@ class _Pass:
     def forward(self, x: Tensor) -> Tensor:
         """Compute the output, and remember the state of autocast and of the random number generators."""
         self._device = x.device.type
-        self._autocast = _autocast_now(self._device)
+        self._autocast = autocast_now(self._device)
         if self._draws:
             self._cpu, self._devices = torch.get_rng_state(), get_device_states(x)
         with _autocast(self._device, *self._autocast):

@@ -201,16 +201,6 @@ def test_a_forecast_where_trl_generates_has_no_engine(tmp_path, capsys):
     assert "KV cache" not in out
 
 
-def test_a_forecast_of_long_rows_says_what_the_inputs_of_layers_take(tmp_path, capsys):
-    """28 layers of 3,584 numbers in bf16, which go to host memory where they do not fit."""
-    (tmp_path / "config.json").write_text(json.dumps(SEVEN | {"max_position_embeddings": 1 << 17}))
-    flags = ["--model_name_or_path", str(tmp_path), "--vllm_max_model_length", str(1 << 17), "--use_peft"]
-    flags += ["--per_device_train_batch_size", "2", "--dtype", "bfloat16", "--forecast", "80"]
-    assert main(["train", str(FOLDER / "math-80gb.yaml"), *flags]) == 0
-    out = capsys.readouterr().out
-    assert "of which the inputs of all layers take 49.00 for 2 rows of 131072 tokens" in out
-
-
 def test_a_forecast_leaves_out_engines_that_have_gpus_of_their_own(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(SEVEN))
     flags = ["--engine", "remote", "--forecast", "80", "--model_name_or_path", str(tmp_path)]

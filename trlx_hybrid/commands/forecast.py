@@ -3,6 +3,7 @@ model's config, without weights or a GPU."""
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Set
@@ -15,12 +16,15 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from ..contract.activations import Activations, PlannedLoss
 from ..errors import ConfigError, MemoryPlanError
-from ..memory.estimate import GIB, LEAVING, ParameterSize, predict_fitting
+from ..memory.estimate import GIB, LEAVING, ParameterSize, Prediction, predict_fitting
 from ..memory.ledger import parameter_sizes, table
 from ..memory.trainer_memory import ENGINES
 from ..plugins.host import Host
 from ..plugins.selection import Selection, choose_algorithms, select
+from ..policy.policy import Policy
+from ..policy.positions import beyond_positions
 from ..trl.arguments import trainer_arguments
 
 if TYPE_CHECKING:
@@ -32,6 +36,11 @@ RESERVED = 0.1
 """The share of a GPU's memory that is not counted as room for the KV cache: it is left for CUDA itself, CUDA graphs,
 and what sampling allocates."""
 
+CUDA = 1 << 29
+"""Bytes of a GPU that CUDA takes before any tensor is there: 0.51 GiB in benchmarks/results/long_context."""
+
+TILE = (4096, 32768)
+"""The number of tokens and of vocabulary entries for which TRL's fused LM head computes logits at once."""
 
 BLOCK, NESTED_BLOCK = 64, 256
 """Block sizes of bitsandbytes' `Params4bit`: BLOCK elements share a scale, and NESTED_BLOCK scales share a scale of
@@ -99,16 +108,116 @@ class EngineSize:
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """A forecast of a run's memory on one rank.
+
+    Attributes:
+        gpus: the GPUs of the run.
+        prediction: the bytes of each owner in each phase, without activations.
+        engine: the memory of the engine; None where there is none on this rank.
+        loss: the largest pass of the loss.
+        activations: the memory that this pass takes; None where the scoring does not say.
+        inputs: bytes of the inputs of all layers in this pass, without shared prompts.
+        others: what is not counted, as texts.
+    """
+
+    gpus: GPUs
+    prediction: Prediction
+    engine: EngineSize | None
+    loss: PlannedLoss
+    activations: Activations | None
+    inputs: int
+    others: tuple[str, ...]
+
+    @property
+    def left(self) -> int:
+        """The bytes that are left for activations while the trainer trains."""
+        return self.gpus.bytes - sum(self.prediction.phases["train"].values())
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """The bytes that each phase needs at its peak, activations included."""
+        device = 0 if self.activations is None else self.activations.device
+        totals = {phase: sum(held.values()) for phase, held in self.prediction.phases.items()}
+        return totals | {"train": totals["train"] + device}
+
+    def check(self) -> None:
+        """Check that policy, gradients, optimizer, engine and activations fit into the GPU.
+
+        Raises:
+            MemoryPlanError: they do not fit; names what is too large and the setting to change.
+        """
+        self.prediction.check(self.gpus.bytes)
+        if self.engine is not None:
+            self.engine.check()
+        if self.activations is not None and self.activations.device > self.left:
+            raise MemoryPlanError(
+                f"{self.rows} take {self.activations.device / GIB:.2f} GiB of activations ({self.activations.layers}), "
+                f"and {self.left / GIB:.2f} GiB are left for them. Lower per_device_train_batch_size or "
+                "vllm_max_model_length, set gradient_checkpointing=True, or let less stay beside them: load_in_4bit, a "
+                "smaller model.",
+                owner="other",
+            )
+
+    @property
+    def rows(self) -> str:
+        """The number of rows and their length, as a text."""
+        return f"{self.loss.rows} {'row' if self.loss.rows == 1 else 'rows'} of {self.loss.length} tokens"
+
+    def lines(self) -> list[str]:
+        """Return the lines of the forecast."""
+        gpus = self.gpus
+        of_what = "1 GPU" if gpus.ranks == 1 else f"each of {gpus.ranks} GPUs"
+        return [
+            f"{of_what} of {gpus.bytes / GIB:g} GiB",
+            *table(self.prediction),
+            *([str(self.engine)] if self.engine else []),
+            *self._training(),
+            *(f"not counted: {what}" for what in self.others),
+        ]
+
+    def _training(self) -> list[str]:
+        found, left = self.activations, f"training: {self.left / GIB:.2f} GiB left for activations"
+        if found is None:
+            return [f"{left}, of which the inputs of all layers take {self.inputs / GIB:.2f} for {self.rows}"]
+        shared = found.tokens < self.loss.rows * self.loss.length
+        once = f", a prompt of {self.loss.length - self.loss.completion} computed once" if shared else ""
+        peaks = ", ".join(f"{phase} {peak / GIB:.2f}" for phase, peak in self.peaks.items())
+        return [
+            f"{left}, which take {found.device / GIB:.2f} for {self.rows}{once}",
+            f"layers: {found.layers}; logits of {self.loss.tile[0]} tokens at a time",
+            *([f"host: {found.host / GIB:.2f} GiB of pinned memory on each rank"] if found.host else []),
+            f"peaks with activations, GiB: {peaks}",
+        ]
+
+
 def forecast(given: RecipeSettings, gpus: GPUs) -> list[str]:
     """Return the lines of a forecast: the bytes of policy, gradients, optimizer, engine weights and KV cache on one
-    rank in each phase, how many sequences the KV cache holds, and how many bytes are left for activations.
+    rank in each phase, how many sequences the KV cache holds, and how the layers are computed, with the bytes that
+    activations take on the device and on the host.
 
     Raises:
         MemoryPlanError: the run does not fit; the message names the largest use of memory and the setting to change.
         ConfigError, ComponentError: a setting is wrong; the run itself would raise this error at its start.
     """
+    found = forecast_of(given, gpus)
+    found.check()
+    return found.lines()
+
+
+def forecast_of(given: RecipeSettings, gpus: GPUs, positions: bool = True) -> Forecast:
+    """Return the forecast of a run, which may not fit.
+
+    Args:
+        positions: whether rows that are longer than the model's positions are refused.
+
+    Raises:
+        ConfigError, ComponentError: a setting is wrong.
+    """
     from ..trl.recipe import model_arguments  # here, since it imports trl
 
+    given = with_context(given)
     args, mode = given.training, given.hybrid.offload
     if given.model.model_name_or_path is None:
         raise ConfigError("model_name_or_path is not set: name a model of the hub, or its folder.")
@@ -122,6 +231,11 @@ def forecast(given: RecipeSettings, gpus: GPUs) -> list[str]:
     host.require(given.hybrid.options("plugin"), "HybridConfig.plugin_options")
     adapter = model_arguments(given.model, args)["peft_config"]
     policy = model_without_memory(given.model.model_name_or_path, **args.model_init_kwargs)
+    context = given.recipe.context
+    if context is not None and positions:
+        reason = beyond_positions(policy.config.get_text_config(), context, "context")
+        if reason is not None:
+            raise ConfigError(reason)
     bits = four_bits(given, policy.config)
     quantised = set() if bits is None else quantised_weights(policy, bits)
     if adapter is not None:
@@ -150,27 +264,61 @@ def forecast(given: RecipeSettings, gpus: GPUs) -> list[str]:
         shared=engine is not None and engine.shared,
         asleep=ENGINES if engine and engine.sleeps else (),
     )
-    prediction.check(gpus.bytes)
-    if engine is not None:
-        engine.check()
-    left = gpus.bytes - sum(prediction.phases["train"].values())
     text, rows = policy.config.get_text_config(), args.per_device_train_batch_size
-    length = engine.length if engine is not None else args.max_completion_length
+    length = context or (engine.length if engine is not None else args.max_completion_length)
     inputs = text.num_hidden_layers * rows * length * text.hidden_size * base_dtype(policy).itemsize
+    train = prediction.phases["train"]
+    loss = PlannedLoss(
+        policy=policy_of(policy, bits is not None),
+        args=args,
+        rows=rows,
+        prompts=math.ceil(rows / args.num_generations),
+        length=length,
+        completion=min(args.max_completion_length, length - 1),
+        free=gpus.bytes - CUDA - sum(train.values()) + train["gradients"],
+        tile=TILE,
+        sharded=sharded,
+        quantised=bits is not None,
+    )
     others = {
         "the engines, which have GPUs of their own": remote,
         "the reference model of beta": bool(args.beta) and adapter is None,
         "the reward model": given.recipe.reward_model_name_or_path is not None,
     }
-    of_what = "1 GPU" if gpus.ranks == 1 else f"each of {gpus.ranks} GPUs"
-    return [
-        f"{of_what} of {gpus.bytes / GIB:g} GiB",
-        *table(prediction),
-        *([str(engine)] if engine else []),
-        f"training: {left / GIB:.2f} GiB left for activations, of which the inputs of all layers take "
-        f"{inputs / GIB:.2f} for {rows} {'row' if rows == 1 else 'rows'} of {length} tokens",
-        *(f"not counted: {what}" for what, there in others.items() if there),
-    ]
+    return Forecast(
+        gpus=gpus,
+        prediction=prediction,
+        engine=engine,
+        loss=loss,
+        activations=selection.scoring.component.forecast(loss, selection.scoring.options),
+        inputs=inputs,
+        others=tuple(what for what, there in others.items() if there),
+    )
+
+
+def with_context(given: RecipeSettings) -> RecipeSettings:
+    """Return the settings of a run whose rows have as many tokens as `context` says; without it, the same settings."""
+    length = given.recipe.context
+    if length is None:
+        return given
+    training, options = copy.copy(given.training), given.hybrid.options("engine")
+    training.vllm_max_model_length = length
+    if "max_model_len" in options:
+        options["max_model_len"] = length
+    return given._replace(training=training, hybrid=replace(given.hybrid, engine_options=options or None))
+
+
+def policy_of(model: Any, quantised: bool) -> Policy:
+    """Return a view of a model on the meta device.
+
+    Args:
+        quantised: whether the base is held in 4 bits; TRL then keeps adapters in bfloat16.
+    """
+    if quantised:
+        for p in model.parameters():
+            p.data = p.data.to(torch.bfloat16) if p.requires_grad else p.data
+    nobody: Any = None  # no tokenizer is read
+    return Policy(lambda: model, nobody, torch.device("meta"))
 
 
 def engine_size(
@@ -239,8 +387,8 @@ def model_without_memory(name: str, *, dtype: str, trust_remote_code: bool, **ot
     Args:
         name: a name of the hub, or a folder with a config.json.
         dtype: as in TRL's `ModelConfig`.
-        others: further arguments of `from_pretrained`: `revision` is read, the others are ignored, since they do not
-            change sizes.
+        others: further arguments of `from_pretrained`: `revision` and `attn_implementation` are read, the others are
+            ignored, since they do not change sizes.
     """
     import transformers
 
@@ -250,6 +398,8 @@ def model_without_memory(name: str, *, dtype: str, trust_remote_code: bool, **ot
     except OSError as error:  # no such model, or no network
         raise ConfigError(f"model_name_or_path: the config of {name!r} cannot be read: {error}") from error
     kind = getattr(transformers, (config.architectures or [""])[0], None)
+    if others.get("attn_implementation") is not None:
+        config._attn_implementation = others["attn_implementation"]
     with torch.device("meta"):
         if kind is not None:
             model = kind(config)

@@ -46,7 +46,13 @@ class RecipeConfig:
             "eight of 80 GiB, and end. Reads the model's config, and no weights."
         },
     )
-
+    context: int | None = field(
+        default=None,
+        metadata={
+            "help": "With forecast: the tokens of a row, prompt and completion, in the place of "
+            "vllm_max_model_length. The last line says what makes room for twice as many."
+        },
+    )
     rehearse: bool = field(
         default=False,
         metadata={

@@ -63,10 +63,14 @@ def run(options: argparse.Namespace) -> int:
     elif given.recipe.forecast is None:
         print("\n".join(rehearse(given, train)))
     else:
-        from .forecast import forecast, gpus_of  # here, since it imports torch
+        from .doubling import next_doubling  # here, since these import torch
+        from .forecast import forecast, gpus_of
 
         functions(given)
-        print("\n".join(forecast(given, gpus_of(str(given.recipe.forecast)))))
+        gpus = gpus_of(str(given.recipe.forecast))
+        print("\n".join(forecast(given, gpus)))
+        if given.recipe.context is not None:
+            print(next_doubling(given, gpus))
     return 0
 
 
@@ -122,6 +126,13 @@ def read(recipe: Path, flags: Sequence[str]) -> RecipeSettings:
     except ValueError as error:  # raised by TRL's and transformers' configs
         raise ConfigError(f"TRL refuses the settings of {recipe}: {error}") from error
     own, script, training, model, hybrid = parsed
+    if own.context is not None and own.forecast is None:
+        raise ConfigError(
+            f"context={own.context} is a setting of a forecast: add --forecast 80, the GiB of your GPU. A run takes "
+            f"vllm_max_model_length={own.context}."
+        )
+    if own.context is not None and own.context < 2:
+        raise ConfigError(f"context={own.context}: a row has a prompt and a completion, 2 tokens or more.")
     return RecipeSettings(own, script, training, model, hybrid, recipe.resolve().parent)
 
 

@@ -44,6 +44,28 @@ def takes_positions(model: PreTrainedModel) -> bool:
     return "position_ids" in inspect.signature(type(model.base_model).forward).parameters
 
 
+YARN = "a longer max_position_embeddings and rope_parameters of rope_type='yarn', which both scale alike"
+"""The way to longer rows, in messages: the positions that trainer and engine scale in the same way."""
+
+
+def beyond_positions(config: Any, longest: int, setting: str) -> str | None:
+    """Return why rows are too long for a model's positions, and what to change; None where they are not, or where its
+    positions are scaled.
+
+    Args:
+        config: the config of a language model.
+        longest: the longest prompt plus completion, in tokens.
+        setting: the name of the setting that gives this length.
+    """
+    rotary, native = getattr(config, "rope_parameters", None) or {}, getattr(config, "max_position_embeddings", None)
+    kinds = {of["rope_type"] for of in (rotary, *rotary.values()) if isinstance(of, dict) and "rope_type" in of}
+    if native is None or kinds != {"default"} or longest <= max(native, getattr(config, "model_max_length", None) or 0):
+        return None
+    return (
+        f"{setting}={longest} is more than the model's {native} positions. Lower it, or give the model's config {YARN}."
+    )
+
+
 def from_mask(attention_mask: Tensor) -> Tensor:
     """Return position ids (B, T) int64 for an attention mask (B, T). Each row's tokens count from 0; padding before
     them has position 0."""

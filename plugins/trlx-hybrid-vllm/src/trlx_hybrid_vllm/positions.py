@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from trlx_hybrid.policy.positions import YARN, beyond_positions
+
 
 def refuses_positions(config: Any, longest: int | None) -> str | None:
     """Return why the engine's positions would not be the trainer's, and what to change; None where they are.
@@ -20,11 +22,10 @@ def refuses_positions(config: Any, longest: int | None) -> str | None:
     of_layers = [*rotary.values()]  # where kinds of layers have positions of their own
     scales = [of for of in (rotary, *of_layers) if isinstance(of, dict) and "rope_type" in of]
     kinds, native = {of["rope_type"] for of in scales}, getattr(config, "max_position_embeddings", None)
-    yarn = "a longer max_position_embeddings and rope_parameters of rope_type='yarn', which both scale alike"
     if "dynamic" in kinds:
         return (
             "its positions are dynamic: transformers scales them by the length of a batch, and vLLM by the longest row "
-            f"that it may get. Give the model's config {yarn}, or take engine='transformers'."
+            f"that it may get. Give the model's config {YARN}, or take engine='transformers'."
         )
     if longest is None or native is None or os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") not in ("", "0"):
         return None
@@ -34,9 +35,4 @@ def refuses_positions(config: Any, longest: int | None) -> str | None:
             f"vllm_max_model_length={longest} is more than {short}, beyond which its longrope positions have other "
             f"factors: vLLM would use them for all rows, and transformers for long batches. Lower it to {short}."
         )
-    if kinds == {"default"} and longest > max(native, getattr(config, "model_max_length", None) or 0):
-        return (
-            f"vllm_max_model_length={longest} is more than the model's {native} positions. Lower it, or give the "
-            f"model's config {yarn}."
-        )
-    return None
+    return beyond_positions(config, longest, "vllm_max_model_length")

@@ -83,7 +83,7 @@ class Component:
         proves: for a scoring: whether it compares its log-probs with TRL's on a run's first rows, and scores as TRL
             does where they differ. `auto` chooses only among scorings that do.
         activations: for a scoring: called with a `PlannedLoss` and the options; returns the memory that this pass of
-            the loss takes (`Activations`), for `trlx-hybrid train --forecast`, or None where that is not known.
+            the loss takes (`Activations`), for the forecast of a run, or None where that is not known.
         options_before: for a scoring: the former defaults of options whose defaults have changed. A run gets them if it
             resumes from a checkpoint, or replays a recording, that is so old that it does not name these options.
         plugin: name of the plugin that offered the component.

@@ -140,7 +140,10 @@ def test_a_model_that_cannot_be_packed_is_not_forecast():
 
 
 def test_the_most_bytes_that_lived_at_one_time():
-    with LiveBytes() as live:
+    """Without those of tensors that were there before, and their views."""
+    before = torch.empty(5000, dtype=torch.uint8, device="meta")
+    with LiveBytes([before]) as live:
+        before.view(50, 100).t()
         kept = torch.empty(1000, dtype=torch.uint8, device="meta")
         two = kept + kept
         del two

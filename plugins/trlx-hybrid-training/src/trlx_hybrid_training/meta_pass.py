@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -96,13 +96,21 @@ class MetaPass:
             recomputed: whether they are recomputed in the backward pass.
             in_tiles: whether they compute norms and MLP in tiles.
         """
-        with self._only(layers, recomputed, in_tiles), LiveBytes() as live:
+        with self._only(layers, recomputed, in_tiles), LiveBytes(self._held()) as live:
             compute: Callable[..., Tensor] = _Head.apply
             out = compute(self._hidden(), self._scored, self._tile)
             _run_backward(out, torch.empty_like(out))
             del out
         peak: int = live.peak
         return peak
+
+    def _held(self) -> Iterator[Tensor]:
+        """Yield the tensors that are there before a pass: parameters, their gradients, and buffers."""
+        for p in self._base.parameters():
+            yield p
+            if p.grad is not None:
+                yield p.grad
+        yield from self._base.buffers()
 
     def _hidden(self) -> Tensor:
         """Return the last hidden states of the pass, (1, N, hidden size)."""
@@ -177,14 +185,18 @@ def _ends(lengths: Sequence[int]) -> Tensor:
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that counts the bytes of the tensors which operators make on the meta device, while these tensors live.
 
+    Args:
+        held: tensors that are there before, of which operators return views.
+
     Attributes:
         now: bytes of the tensors that live now.
         peak: the most bytes that lived at one time, with the workspace of the attention's backward pass.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, held: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
+        self._held = {tensor.untyped_storage()._cdata for tensor in held}
         self._living: dict[int, int] = {}
 
     def __torch_dispatch__(
@@ -199,7 +211,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata not in self._living:
+        if storage._cdata not in self._living and storage._cdata not in self._held:
             self._living[storage._cdata] = storage.nbytes()
             self.now += storage.nbytes()
             weakref.finalize(storage, self._end, storage._cdata)

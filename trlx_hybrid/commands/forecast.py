@@ -182,12 +182,14 @@ class Forecast:
         found, left = self.activations, f"training: {self.left / GIB:.2f} GiB left for activations"
         if found is None:
             return [f"{left}, of which the inputs of all layers take {self.inputs / GIB:.2f} for {self.rows}"]
-        shared = found.tokens < self.loss.rows * self.loss.length
-        once = f", a prompt of {self.loss.length - self.loss.completion} computed once" if shared else ""
+        loss, once = self.loss, ""
+        if found.tokens < loss.rows * loss.length:
+            prompts = f"{loss.prompts} prompts" if loss.prompts > 1 else "a prompt"
+            once = f", {prompts} of {loss.length - loss.completion} computed once"
         peaks = ", ".join(f"{phase} {peak / GIB:.2f}" for phase, peak in self.peaks.items())
         return [
             f"{left}, which take {found.device / GIB:.2f} for {self.rows}{once}",
-            f"layers: {found.layers}; logits of {self.loss.tile[0]} tokens at a time",
+            f"layers: {found.layers}; logits of {loss.tile[0]} tokens at a time",
             *([f"host: {found.host / GIB:.2f} GiB of pinned memory on each rank"] if found.host else []),
             f"peaks with activations, GiB: {peaks}",
         ]
@@ -278,6 +280,7 @@ def forecast_of(given: RecipeSettings, gpus: GPUs, positions: bool = True) -> Fo
         completion=min(args.max_completion_length, length - 1),
         free=gpus.bytes - CUDA - sum(train.values()) + train["gradients"],
         tile=TILE,
+        further=args.gradient_accumulation_steps > 1,
         sharded=sharded,
         quantised=bits is not None,
     )

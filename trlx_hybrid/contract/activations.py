@@ -22,6 +22,7 @@ class PlannedLoss:
         completion: how many of these tokens are the completion.
         free: bytes of the device that are free before the pass; its gradients will be taken from them.
         tile: the number of tokens and of vocabulary entries for which the fused head computes logits at once.
+        further: whether an optimizer step has more than one micro-batch.
         sharded: whether each rank holds only a part of the policy (FSDP).
         quantised: whether the base model's weights are held in 4 bits.
     """
@@ -34,6 +35,7 @@ class PlannedLoss:
     completion: int
     free: int
     tile: tuple[int, int]
+    further: bool = False
     sharded: bool = False
     quantised: bool = False
 

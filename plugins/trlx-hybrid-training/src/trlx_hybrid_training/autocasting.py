@@ -13,6 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 META = "meta"
 
+CAST = {torch.nn.functional.linear, torch.matmul, torch.bmm, torch._grouped_mm, torch.nn.functional.grouped_mm}
+"""The products that autocast casts, and layers of transformers compute."""
+
 _on_meta: ContextVar[torch.dtype | None] = ContextVar("autocast_on_meta", default=None)
 
 
@@ -26,7 +29,7 @@ def autocast_now(device: str) -> tuple[bool, torch.dtype]:
 
 @contextmanager
 def autocast_on_meta(dtype: torch.dtype | None) -> Iterator[None]:
-    """Return a context in which linear layers compute in `dtype` on the meta device, as under autocast; None leaves
+    """Return a context in which matrix products compute in `dtype` on the meta device, as under autocast; None leaves
     them as they are."""
     token = _on_meta.set(dtype)
     try:
@@ -40,7 +43,7 @@ def autocast_on_meta(dtype: torch.dtype | None) -> Iterator[None]:
 
 
 class _Casting(TorchFunctionMode):
-    """A mode in which `torch.nn.functional.linear` casts its arguments.
+    """A mode in which matrix products cast their arguments.
 
     Args:
         dtype: the dtype to which it casts.
@@ -57,6 +60,10 @@ class _Casting(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is torch.nn.functional.linear:
-            args = [arg.to(self._dtype) if isinstance(arg, Tensor) else arg for arg in args]
+        if func in CAST:
+            args = [arg.to(self._dtype) if _is_number(arg) else arg for arg in args]
         return func(*args, **(kwargs or {}))
+
+
+def _is_number(given: Any) -> bool:
+    return isinstance(given, Tensor) and given.is_floating_point()

@@ -40,7 +40,8 @@ def activations(loss: PlannedLoss, options: PackedOptions) -> Activations | None
     policy, base = loss.policy, loss.policy.base
     if not layers_of(base) or (options.packing and refused(policy, loss.args) is not None):
         return None
-    shares = options.packing and options.shared_prompts and attention.loaded_with(base) == "sdpa"
+    # Rows of a group are put together where micro-batches may be chosen.
+    shares = options.packing and options.balanced and options.shared_prompts and attention.loaded_with(base) == "sdpa"
     segments, prefixes = rows_of(loss, shares)
     if options.lora_layers and policy.adapters and not loss.quantised:
         from .lora import apply
@@ -103,6 +104,10 @@ def _planned(loss: PlannedLoss, options: PackedOptions, tokens: int, counted: Me
         plans = [LayerPlan(kept=0 if recomputes else len(layers))]
     host = max(plan.offloaded for plan in plans) * width * tokens
     device = _peak(plans[-1], len(layers), width * tokens, counted) + beside
+    told = _told(plans[-1], len(layers))
+    adaptive = loss.args.gradient_checkpointing and options.adaptive_checkpointing and options.packing
+    if adaptive and plans[-1].kept == len(layers) and options.joined is not False and loss.further:
+        told = f"{told}, and micro-batches share a pass as far as memory allows"
     if loss.sharded:  # a layer's parameters and gradients are gathered, and the next layer's parameters
         device += (
             3 * max(sum(p.numel() for p in layer.parameters()) for layer in layers) * autocast_dtype(loss.args).itemsize
@@ -113,7 +118,7 @@ def _planned(loss: PlannedLoss, options: PackedOptions, tokens: int, counted: Me
         tokens=tokens,
         device=device,
         host=-(-host // CHUNK_BYTES) * CHUNK_BYTES,
-        layers=_told(plans[-1], len(layers)),
+        layers=told,
     )
 
 

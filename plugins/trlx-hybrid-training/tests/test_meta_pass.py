@@ -151,3 +151,17 @@ def test_the_most_bytes_that_lived_at_one_time():
     assert live.peak == 2000
     del kept, three
     assert live.now == 0
+
+
+@pytest.mark.parametrize("in_tiles", [False, True], ids=["whole", "tiles"])
+@pytest.mark.parametrize("kept", [0, 6], ids=["recomputed", "kept"])
+def test_further_layers_add_what_they_keep(monkeypatch, kept, in_tiles):
+    """Passes of one and two layers tell the peak of a pass of six, or a little more."""
+    monkeypatch.setattr(tiles, "TILE", 256)
+    monkeypatch.setitem(SHAPE, "num_hidden_layers", 6)
+    model = made(Qwen3Config, torch.bfloat16, adapters=True, device="meta")
+    counted = MetaPass(model, (1024,), ((0, 0),), 200, HEAD, torch.bfloat16, torch.bfloat16)
+    inputs = 1024 * SHAPE["hidden_size"] * 2
+    told = forecast._peak(layer_memory.LayerPlan(kept=kept, tiled=in_tiles), 6, inputs, counted)
+    whole = counted.peak(6, recomputed=not kept, in_tiles=in_tiles)
+    assert whole <= told <= 1.05 * whole

@@ -11,7 +11,7 @@ from trlx_hybrid.memory.arena import CHUNK_BYTES
 from trlx_hybrid.policy.precision import autocast_dtype
 
 from . import attention, tiles
-from .layer_memory import UNDER_WAY, KnownBytes, LayerPlan, Layers, Memory
+from .layer_memory import UNDER_WAY, KnownBytes, LayerPlan, Memory
 from .meta_pass import MetaPass
 from .micro_batches import WORTH
 from .packing import refused
@@ -91,15 +91,15 @@ def _planned(loss: PlannedLoss, options: PackedOptions, tokens: int, counted: Me
         memory = Memory(free=loss.free, others=beside + _gradients(loss))
         estimated = tokens + (loss.rows * loss.length - tokens) // COPIED
 
-        def planned() -> tuple[LayerPlan, Layers]:
+        def planned() -> LayerPlan:
             sizes = known.layers(len(layers), width * estimated, estimated, rows * tiles.TILE)
-            return known.plan(memory, sizes, long, options.activation_offloading), sizes
+            return known.plan(memory, sizes, long, options.activation_offloading)
 
-        plans = [planned()[0]]
+        plans = [planned()]
         if plans[0].kept:
             record = known.tiled if plans[0].tiled else known.whole
             record.add(tokens, counted.kept(plans[0].tiled))
-            plans.append(planned()[0])
+            plans.append(planned())
     else:
         plans = [LayerPlan(kept=0 if recomputes else len(layers))]
     host = max(plan.offloaded for plan in plans) * width * tokens
@@ -109,9 +109,8 @@ def _planned(loss: PlannedLoss, options: PackedOptions, tokens: int, counted: Me
     if adaptive and plans[-1].kept == len(layers) and options.joined is not False and loss.further:
         told = f"{told}, and micro-batches share a pass as far as memory allows"
     if loss.sharded:  # a layer's parameters and gradients are gathered, and the next layer's parameters
-        device += (
-            3 * max(sum(p.numel() for p in layer.parameters()) for layer in layers) * autocast_dtype(loss.args).itemsize
-        )
+        largest = max(sum(p.numel() for p in layer.parameters()) for layer in layers)
+        device += 3 * largest * autocast_dtype(loss.args).itemsize
     if loss.quantised:  # a layer's weights are made 16-bit numbers, one after the other
         device += max(p.numel() for layer in layers for p in layer.parameters()) * 2
     return Activations(

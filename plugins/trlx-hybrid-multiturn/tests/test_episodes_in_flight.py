@@ -131,6 +131,58 @@ def test_a_resumed_run_keeps_the_episodes_that_are_over_and_begins_the_others_an
         assert resumed[0] == resumed[1]
 
 
+class Open(Doubts):
+    """Knows which of its kind were opened, and which were closed."""
+
+    opened, closed = [], []
+
+    def reset(self, row):
+        super().reset(row)
+        Open.opened.append(self)
+
+    def close(self):
+        Open.closed.append(self)
+
+
+class OpenAsync(Open):
+    """Closes on an event loop."""
+
+    async def close(self):
+        super().close()
+
+
+class Stops(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == 2
+
+
+@pytest.mark.parametrize(("environment", "tools"), [(Open, "main"), (Open, "thread"), (OpenAsync, "thread")])
+def test_a_run_that_stops_early_closes_the_environments_that_are_open(train, environment, tools):
+    Open.opened, Open.closed = [], []
+    done, batches, _ = train(episodes(environment), callbacks=[Stops()], options={"tools": tools})
+    done.close()
+    assert len(Open.opened) > sum(map(len, batches)) == 16
+    assert len(Open.closed) == len(Open.opened)
+    assert set(Open.closed) == set(Open.opened)
+
+
+def test_an_environment_that_does_not_close_is_named(train, caplog, monkeypatch):
+    monkeypatch.setattr("trlx_hybrid_multiturn.tools.runner.CLOSE_SECONDS", 0.2)
+    hanging = threading.Event()
+
+    class Hangs(Doubts):
+        def close(self):
+            if done:
+                hanging.wait(20)
+
+    done = []
+    run, _, _ = train(episodes(Hangs), callbacks=[Stops()], options={"tools": "thread"})
+    done.append(True)
+    run.close()
+    hanging.set()
+    assert any("environments were not closed: Hangs." in record.message for record in caplog.records)
+
+
 class Evaluates(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         control.should_evaluate = True

@@ -46,7 +46,8 @@ class Environment(Protocol):
     longer than `tool_timeout` or returns something invalid ends its trajectory. Such a trajectory is counted, and not
     trained on.
 
-    An optional method `close()` is called when the episode is over, unless a call of the environment hangs.
+    An optional method `close()` is called when the episode or the run is over, unless a call of the environment
+    hangs.
     """
 
     async def reset(self, row: Row) -> str | list[Message] | None:
@@ -136,6 +137,10 @@ class CheckedEnvironment:
         close = getattr(self._environment, "close", None)
         if close is not None and not self._away:
             await self._ask(f"{self._name}.close", close)
+
+    def leave(self) -> None:
+        """Begin what `close` does. The runner waits for it when it is closed itself."""
+        self._runner.leave(self._name, self.close())
 
     async def _ask(self, name: str, method: Tool, *arguments: object) -> Any:
         self._away = True

@@ -358,8 +358,13 @@ class EnvironmentEpisode(Episode):
         self.prompt_ids = self.prompt_ids or self._tokens.prompt(self._prompt)
 
     async def run(self) -> None:
-        """Play the whole episode, then close its environment."""
-        await super().run()
+        """Play the whole episode, then close its environment. Where the run ends before the episode does, the
+        environment is closed without waiting for it."""
+        try:
+            await super().run()
+        except GeneratorExit:
+            self._environment.leave()
+            raise
         try:
             await self._environment.close()
         except (LostCallError, OutOfTimeError) as error:  # the episode itself is over, and is kept

@@ -11,10 +11,11 @@ import math
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from threading import Event
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from trlx_hybrid.episodes.answers import as_content, excerpt
 from trlx_hybrid.errors import ConfigError, did_you_mean
@@ -23,7 +24,7 @@ from ..loop import CallTool, Outcome, Tool, ToolCoroutine
 from ..options import Mode, MultiTurnOptions
 from .event_loop import DaemonLoop, gathered
 from .processes import ProcessWorkers
-from .threads import ThreadWorkers, ToolCall, performed
+from .threads import CLOSE_SECONDS, ThreadWorkers, ToolCall, performed
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +100,7 @@ class ToolRunner:
         self._stuck: list[tuple[ToolCall, object]] = []  # calls that hang in a thread, and their environments
         self._told: set[str] = set()  # names that were warned of, since a call was cut off
         self._moved: set[str] = set()  # names moved to the trainer's thread, as they cannot work in another
+        self._left: list[tuple[str, Event]] = []  # calls of `leave`, and what is set when they are over
 
     def mode(self, name: str) -> Mode:
         """Return where a synchronous tool runs: "thread" (of this process), "process" or "main" (the trainer's thread).
@@ -337,8 +339,29 @@ class ToolRunner:
             self._told.add(name)
             logger.warning("%s Such calls are counted as hybrid/tools/cut_off from here on.", outcome.lost)
 
+    def leave(self, name: str, call: Coroutine[CallTool, Any, None]) -> None:
+        """Begin a call for whose outcome no trajectory waits. `close` waits for it.
+
+        Args:
+            name: what is called, for messages.
+            call: a coroutine that has not been started, and makes one call at most.
+        """
+        try:
+            begun, over = call.send(None), Event()
+        except StopIteration:  # it has nothing to call
+            return
+        self._left.append((name, over))
+        begun.start(lambda outcome: over.set())
+        call.close()
+
     def close(self) -> None:
-        """End threads and processes. A thread that hangs in a tool stays, and ends with the interpreter."""
+        """End threads and processes. A thread that hangs in a tool stays, and ends with the interpreter. Waits for the
+        calls of `leave` for at most `CLOSE_SECONDS`, and logs a warning that names what was not over by then."""
+        until, left = time.monotonic() + CLOSE_SECONDS, self._left
+        self._left = []
+        late = [name for name, over in left if not over.wait(max(0.0, until - time.monotonic()))]
+        if late:
+            logger.warning("%d environments were not closed: %s.", len(late), ", ".join(sorted(set(late))))
         self._threads.close()
         self._processes.close()
         if self._own_loop is not None:

@@ -4,13 +4,15 @@ refuses."""
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from trl.kernels import chunked_logprob
 from trl.trainer import utils
-from trlx_hybrid.commands.forecast import CUDA, TILE, forecast_of, gpus_of
+from trlx_hybrid.commands.forecast import CUDA, TILE, forecast_of, gpus_of, prompts_of
 from trlx_hybrid.commands.main import main
 from trlx_hybrid.commands.train import read
+from trlx_hybrid_training.micro_batches import RowLengths, fewest_tokens
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 LONG = json.loads((RESULTS / "long_context-nvidia-h200.json").read_text())["settings"]
@@ -113,7 +115,7 @@ def test_rows_of_128k_tokens_of_an_8b_model(recipe, capsys):
     assert "for 2 rows of 131072 tokens, a prompt of 122880 computed once\n" in out
     assert "layers: 36 of 36 are recomputed, norms and MLPs in tiles, 36 inputs in host memory; logits of 4096" in out
     assert "host: 38.50 GiB of pinned memory on each rank\n" in out  # 36 × 139,265 tokens × 4,096 × 2, in whole chunks
-    assert re.search(r"\n262144 tokens: fit as it is, \d\d\.\d\d GiB of pinned host memory on each rank\n$", out)
+    assert re.search(r"\nrows of 262144 tokens fit as it is, \d\d\.\d\d GiB of pinned host memory on each rank\n$", out)
 
 
 def test_a_context_beyond_the_models_positions_is_refused(recipe, capsys):
@@ -136,10 +138,10 @@ DOUBLED = {
         {"scoring_options": '{"shared_prompts": false}'},
         40,
         65536,
-        "fit with per_device_train_batch_size=1 and",
+        " fit with per_device_train_batch_size=1 and",
     ),
-    "checkpointing": (1, {"gradient_checkpointing": False}, 80, 8192, "fit with gradient_checkpointing=True"),
-    "nothing": (1, {}, 24, 32768, "no single setting makes room; take a GPU with more memory"),
+    "checkpointing": (1, {"gradient_checkpointing": False}, 80, 8192, " fit with gradient_checkpointing=True"),
+    "nothing": (1, {}, 24, 32768, ": no single setting makes room; take a GPU with more memory"),
 }
 """Rows of a micro-batch, settings, GiB of the GPU, the context, and the last line for twice as many tokens."""
 
@@ -150,7 +152,7 @@ def test_the_last_line_names_what_makes_room_for_twice_as_many_tokens(recipe, ca
     rows = {"context": context, "sampled": 4096, "number": 2, "at_once": at_once}
     path = recipe(SHAPES["8b"] | {"max_position_embeddings": 1 << 18}, rows, **more)
     assert main(["train", str(path), "--forecast", str(gib), "--context", str(context)]) == 0
-    assert f"\n{2 * context} tokens: {line}" in capsys.readouterr().out
+    assert f"\nrows of {2 * context} tokens{line}" in capsys.readouterr().out
 
 
 def test_activations_that_do_not_fit_are_refused_with_the_settings_to_change(recipe, capsys):
@@ -159,7 +161,7 @@ def test_activations_that_do_not_fit_are_refused_with_the_settings_to_change(rec
     said = capsys.readouterr().err
     assert "4 rows of 4096 tokens take" in said
     assert "(all 36 keep their activations), and" in said
-    assert "Lower per_device_train_batch_size or vllm_max_model_length, set gradient_checkpointing=True" in said
+    assert "Lower per_device_train_batch_size or the length of rows, set gradient_checkpointing=True, or let" in said
 
 
 def test_trls_own_scoring_forecasts_no_activations(recipe, capsys):
@@ -167,4 +169,56 @@ def test_trls_own_scoring_forecasts_no_activations(recipe, capsys):
     assert main(["train", str(path), "--forecast", "80", "--context", "4096"]) == 0
     out = capsys.readouterr().out
     assert "of which the inputs of all layers take" in out
-    assert out.endswith("8192 tokens: not known, since scoring='padded' forecasts no activations here\n")
+    assert out.endswith("rows of 8192 tokens: not known, scoring='padded' forecasts no activations here\n")
+
+
+@pytest.mark.parametrize(
+    ("rows", "generations", "more", "prompts"),
+    [
+        (8, 8, {}, 1),
+        (8, 16, {}, 1),
+        (16, 8, {}, 2),
+        (8, 12, {}, 2),
+        (6, 8, {}, 2),
+        (8, 8, {"loss_type": "bnpo"}, 8),
+        (8, 8, {"steps_per_generation": 24}, 8),
+    ],
+)
+def test_rows_share_prompts_only_where_the_run_puts_them_together(rows, generations, more, prompts):
+    given = {"num_generations": generations, "steps_per_generation": 12, "gradient_accumulation_steps": 12}
+    args = SimpleNamespace(**given | {"loss_type": "dapo", "top_entropy_quantile": 1.0, "entropy_coef": 0.0} | more)
+    assert prompts_of(args, rows) == prompts
+    if prompts < rows:
+        alike = [row // generations for row in range(12 * rows)]
+        lengths = RowLengths([500] * len(alike), [at * generations for at in alike], [400] * len(alike))
+        groups = fewest_tokens(lengths, 12)
+        assert max(len({alike[row] for row in group}) for group in groups) <= prompts
+
+
+def test_a_context_that_does_not_fit_is_told_what_makes_room_for_it(recipe, capsys):
+    rows = {"context": 65536, "sampled": 4096, "number": 2, "at_once": 2}
+    path = recipe(SHAPES["8b"] | {"max_position_embeddings": 1 << 18}, rows, gradient_checkpointing=False)
+    assert main(["train", str(path), "--forecast", "80", "--context", "65536"]) == 1
+    said = capsys.readouterr()
+    assert "rows of 65536 tokens fit with gradient_checkpointing=True" in said.out
+    assert "GiB are left for them" in said.err
+
+
+def test_whole_gradients_of_shards_are_counted_while_micro_batches_accumulate(recipe, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
+    full = {"use_peft": False, "fsdp": "full_shard", "fsdp_config": '{"version": 2}', "max_completion_length": 512}
+    taken = {}
+    for number in (4, 8):
+        path = recipe(SHAPES["8b"], {"context": 2048, "sampled": 512, "number": number, "at_once": 4}, **full)
+        given = read(path, ["--forecast", "8x80", "--num_generations", "4"])
+        taken[number] = forecast_of(given, gpus_of("8x80")).activations.device
+    policy = forecast_of(given, gpus_of("8x80")).loss.policy
+    assert taken[8] - taken[4] == 2 * sum(p.numel() for p in policy.parameters)
+
+
+def test_dropout_in_attention_is_not_forecast(recipe):
+    """No kernel for ragged rows has it."""
+    found = forecast_of(
+        read(recipe(SHAPES["8b"] | {"attention_dropout": 0.1}, SHORT), ["--forecast", "80"]), gpus_of("80")
+    )
+    assert found.activations is None

@@ -138,9 +138,9 @@ class Forecast:
 
     @property
     def peaks(self) -> dict[str, int]:
-        """The bytes that each phase needs at its peak, activations included."""
+        """The bytes that each phase needs at its peak, activations and CUDA included."""
         device = 0 if self.activations is None else self.activations.device
-        totals = {phase: sum(held.values()) for phase, held in self.prediction.phases.items()}
+        totals = {phase: sum(held.values()) + CUDA for phase, held in self.prediction.phases.items()}
         return totals | {"train": totals["train"] + device}
 
     def check(self) -> None:
@@ -153,11 +153,12 @@ class Forecast:
         if self.engine is not None:
             self.engine.check()
         if self.activations is not None and self.activations.device + CUDA > self.left:
+            checkpoints = self.loss.args.gradient_checkpointing or checkpointed_by_fsdp(self.loss.args)
             raise MemoryPlanError(
                 f"{self.rows} take {self.activations.device / GIB:.2f} GiB of activations ({self.activations.layers}), "
-                f"and {self.left / GIB:.2f} GiB are left for them. Lower per_device_train_batch_size or "
-                "vllm_max_model_length, set gradient_checkpointing=True, or let less stay beside them: load_in_4bit, a "
-                "smaller model.",
+                f"and {(self.left - CUDA) / GIB:.2f} GiB are left for them. Lower per_device_train_batch_size or the "
+                f"length of rows{'' if checkpoints else ', set gradient_checkpointing=True'}, or let less stay beside "
+                f"them: {'' if self.loss.quantised else 'load_in_4bit, '}a smaller model.",
                 owner="other",
             )
 
@@ -186,12 +187,12 @@ class Forecast:
         if found.tokens < loss.rows * loss.length:
             prompts = f"{loss.prompts} prompts" if loss.prompts > 1 else "a prompt"
             once = f", {prompts} of {loss.length - loss.completion} computed once"
-        peaks = ", ".join(f"{phase} {peak / GIB:.2f}" for phase, peak in self.peaks.items())
+        phases = ", ".join(f"{phase} {peak / GIB:.2f}" for phase, peak in self.peaks.items())
         return [
             f"{left}, which take {found.device / GIB:.2f} for {self.rows}{once}",
             f"layers: {found.layers}; logits of {loss.tile[0]} tokens at a time",
             *([f"host: {found.host / GIB:.2f} GiB of pinned memory on each rank"] if found.host else []),
-            f"peaks with activations, GiB: {peaks}",
+            f"peaks with activations and {CUDA / GIB:g} of CUDA, GiB: {phases}",
         ]
 
 
@@ -275,13 +276,14 @@ def forecast_of(given: RecipeSettings, gpus: GPUs, positions: bool = True) -> Fo
         policy=policy_of(policy, bits is not None),
         args=args,
         rows=rows,
-        prompts=math.ceil(rows / args.num_generations),
+        prompts=prompts_of(args, rows),
         length=length,
         completion=min(args.max_completion_length, length - 1),
         free=gpus.bytes - CUDA - sum(train.values()) + train["gradients"],
         tile=TILE,
-        further=args.gradient_accumulation_steps > 1,
+        accumulates=args.gradient_accumulation_steps > 1,
         sharded=sharded,
+        recomputed=sharded and checkpointed_by_fsdp(args),
         quantised=bits is not None,
     )
     others = {
@@ -310,6 +312,38 @@ def with_context(given: RecipeSettings) -> RecipeSettings:
     if "max_model_len" in options:
         options["max_model_len"] = length
     return given._replace(training=training, hybrid=replace(given.hybrid, engine_options=options or None))
+
+
+def prompts_of(args: Any, rows: int) -> int:
+    """Return how many different prompts a micro-batch has at most.
+
+    Where its rows may be chosen, the rows of a prompt are put together. They may not be chosen where a rollout is
+    trained in several optimizer steps, or where the loss depends on which rows are together (`trl/refusals.py`,
+    REGROUPED).
+
+    Args:
+        args: TRL's config.
+        rows: the number of rows in the micro-batch.
+    """
+    apart = (
+        (getattr(args, "steps_per_generation", None) or 0) > args.gradient_accumulation_steps
+        or getattr(args, "loss_type", None) == "bnpo"
+        or getattr(args, "top_entropy_quantile", 1.0) < 1.0
+        or getattr(args, "entropy_coef", 0.0) != 0.0
+        or getattr(args, "use_adaptive_entropy", False)
+    )
+    if apart:
+        return rows
+    alike: int = args.num_generations
+    if alike % rows == 0 or rows % alike == 0:
+        return max(1, rows // alike)
+    return min(rows, math.ceil(rows / alike) + 1)
+
+
+def checkpointed_by_fsdp(args: Any) -> bool:
+    """Return whether FSDP lets all layers be recomputed, beside which transformers refuses gradient checkpointing of
+    its own."""
+    return bool(args.fsdp) and bool((args.fsdp_config or {}).get("activation_checkpointing"))
 
 
 def policy_of(model: Any, quantised: bool) -> Policy:

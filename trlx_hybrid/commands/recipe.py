@@ -50,7 +50,8 @@ class RecipeConfig:
         default=None,
         metadata={
             "help": "With forecast: the tokens of a row, prompt and completion, in the place of "
-            "vllm_max_model_length. The last line says what makes room for twice as many."
+            "vllm_max_model_length. The last line says what makes room for twice as many, or for these where they do "
+            "not fit."
         },
     )
     rehearse: bool = field(

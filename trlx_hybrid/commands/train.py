@@ -17,7 +17,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from ..config import HybridConfig
-from ..errors import ConfigError, HybridError, did_you_mean, nearest
+from ..errors import ConfigError, HybridError, MemoryPlanError, did_you_mean, nearest
 from .recipe import RecipeConfig, RecipeSettings
 from .rehearsal import FLAGS, rehearse
 
@@ -63,14 +63,19 @@ def run(options: argparse.Namespace) -> int:
     elif given.recipe.forecast is None:
         print("\n".join(rehearse(given, train)))
     else:
-        from .doubling import next_doubling  # here, since these import torch
-        from .forecast import forecast, gpus_of
+        from .forecast import forecast, gpus_of  # here, since these import torch
+        from .room import room_for
 
         functions(given)
-        gpus = gpus_of(str(given.recipe.forecast))
-        print("\n".join(forecast(given, gpus)))
-        if given.recipe.context is not None:
-            print(next_doubling(given, gpus))
+        gpus, context = gpus_of(str(given.recipe.forecast)), given.recipe.context
+        try:
+            print("\n".join(forecast(given, gpus)))
+        except MemoryPlanError:
+            if context is not None:
+                print(room_for(given, gpus, context))
+            raise
+        if context is not None:
+            print(room_for(given, gpus, 2 * context))
     return 0
 
 

@@ -17,13 +17,14 @@ class PlannedLoss:
         policy: the policy on the meta device, where tensors have shapes and no memory.
         args: TRL's config.
         rows: the number of rows in the micro-batch.
-        prompts: the number of different prompts that these rows have.
+        prompts: the number of different prompts that these rows have at most.
         length: the number of tokens of each row, prompt and completion.
         completion: how many of these tokens are the completion.
-        free: bytes of the device that are free before the pass; its gradients will be taken from them.
+        free: bytes of the device that are free before the pass; the gradients of the parameters will be among them.
         tile: the number of tokens and of vocabulary entries for which the fused head computes logits at once.
-        further: whether an optimizer step has more than one micro-batch.
+        accumulates: whether an optimizer step has more than one micro-batch.
         sharded: whether each rank holds only a part of the policy (FSDP).
+        recomputed: whether FSDP lets all layers be recomputed.
         quantised: whether the base model's weights are held in 4 bits.
     """
 
@@ -35,8 +36,9 @@ class PlannedLoss:
     completion: int
     free: int
     tile: tuple[int, int]
-    further: bool = False
+    accumulates: bool = False
     sharded: bool = False
+    recomputed: bool = False
     quantised: bool = False
 
 

@@ -188,6 +188,7 @@ class PoolRollout:
             (group, place) for group in pool.groups for place, row in enumerate(group.rows) if not row.over
         )
         self._running: dict[int, tuple[PooledGroup, int]] = {}
+        self._given_back = 0  # rows that the engine has interrupted by itself, which wait for no others
         self.steps = self.sampled = self.alone = 0
 
     def run(self) -> list[PooledGroup]:
@@ -222,6 +223,7 @@ class PoolRollout:
             row.extend(completion, self._version)
             if not row.over:  # the engine has interrupted it by itself
                 self._waiting.appendleft((group, place))
+                self._given_back += 1
         return bool(finished), anyone
 
     def interrupt(self) -> None:
@@ -232,9 +234,9 @@ class PoolRollout:
 
     def _fill(self) -> None:
         """Let further rows be sampled, as far as there is room: interrupted ones first, then those of new groups."""
-        if self._in_flight - len(self._running) < self._in_flight // TOGETHER:
-            return
-        while len(self._running) < self._in_flight:
+        room = self._in_flight - len(self._running)
+        begun, self._given_back = self._given_back, 0
+        for _ in range(room if room >= self._in_flight // TOGETHER else begun):
             if not self._waiting:
                 group = self._begin()
                 if group is None:

@@ -92,7 +92,7 @@ def test_it_plans_what_a_run_plans(run, noisy, scripted, small, monkeypatch, fre
         p.grad = None
     for layer in layers:
         layer.gradient_checkpointing = True
-    first = chooses._plan(tokens, 1, layers)
+    first = chooses._plan(tokens, 0, 1, layers)
     if first.kept:
         model = session.policy.base.train()
         model.config._attn_implementation = attention.NAME
@@ -100,7 +100,7 @@ def test_it_plans_what_a_run_plans(run, noisy, scripted, small, monkeypatch, fre
         pack = Pack.of(ids, torch.ones_like(ids), 50)
         with chooses.chosen(tokens), attention.packing():
             model(**pack.inputs, segments=pack.segments, prefixes=pack.prefixes, use_cache=False)
-    decided = chooses._plan(tokens, 1, layers)
+    decided = chooses._plan(tokens, 0, 1, layers)
     done.close()
     loss = planned(session.args, free=free, length=tokens, completion=50)
     assert activations(loss, PackedOptions()).layers == forecast._told(decided, len(layers))

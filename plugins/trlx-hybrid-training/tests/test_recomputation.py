@@ -124,6 +124,17 @@ def test_what_a_layer_keeps_is_counted_to_the_byte(autocast):
     assert sum(counted.values()) == sum(found.values()) > 37 * model.config.hidden_size * 4
 
 
+def test_copied_tokens_have_no_input(run, noisy, scripted):
+    """A layer keeps more for them, but its input has computed tokens only."""
+    done = run(GRPO, hybrid=noisy | {"scoring": "packed"}, plugins=[scripted], max_steps=1)
+    chooses = done.trainer.session.scoring.recomputation
+    layers = done.trainer.session.policy.base.model.layers
+    alone, shared = (chooses._sizes(100, copied, 1, layers) for copied in (0, 400))
+    assert shared.inputs == alone.inputs == 100 * chooses._input
+    assert shared.whole > alone.whole
+    done.close()
+
+
 def test_copies_of_a_shared_prompt_are_expected():
     """From a row alone: no less than there is, and less than without sharing."""
     attention.register()

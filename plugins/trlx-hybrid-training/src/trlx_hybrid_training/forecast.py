@@ -15,7 +15,7 @@ from .layer_memory import UNDER_WAY, KnownBytes, LayerPlan, Memory
 from .meta_pass import MetaPass
 from .micro_batches import WORTH
 from .packing import refused
-from .recomputation import COPIED, beside_activations, layers_of, no_modules
+from .recomputation import beside_activations, estimated, layers_of, no_modules
 from .tiles import tileable
 
 if TYPE_CHECKING:
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from .options import PackedOptions
 
 logger = logging.getLogger(__name__)
+
+DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+"""The names under which configs have the probability of dropout in attention."""
 
 
 def activations(loss: PlannedLoss, options: PackedOptions) -> Activations | None:
@@ -38,9 +41,9 @@ def activations(loss: PlannedLoss, options: PackedOptions) -> Activations | None
         options: the user's options.
     """
     policy, base = loss.policy, loss.policy.base
-    if not layers_of(base) or (options.packing and refused(policy, loss.args) is not None):
-        return None
-    # Rows of a group are put together where micro-batches may be chosen.
+    drops = max(float(getattr(base.config.get_text_config(), name, 0) or 0) for name in DROPOUTS)
+    if not layers_of(base) or drops or (options.packing and refused(policy, loss.args) is not None):
+        return None  # dropout in attention has no kernel for ragged rows
     shares = options.packing and options.balanced and options.shared_prompts and attention.loaded_with(base) == "sdpa"
     segments, prefixes = rows_of(loss, shares)
     if options.lora_layers and policy.adapters and not loss.quantised:
@@ -51,7 +54,7 @@ def activations(loss: PlannedLoss, options: PackedOptions) -> Activations | None
     try:
         counted = MetaPass(base, segments, prefixes, loss.rows * loss.completion, loss.tile, autocast, policy.dtype)
         return _planned(loss, options, sum(segments), counted)
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         logger.info("Activations are not forecast: %s", error)
         return None
 
@@ -83,17 +86,16 @@ def _planned(loss: PlannedLoss, options: PackedOptions, tokens: int, counted: Me
     beside = beside_activations(policy, loss.args, lambda p: loss.sharded)
     width = int(policy.base.config.get_text_config().hidden_size) * policy.dtype.itemsize
     rows = 1 if options.packing else loss.rows
-    long = tokens > rows * tiles.TILE
-    recomputes = loss.args.gradient_checkpointing or _by_fsdp(loss)
+    counting = estimated(tokens, loss.rows * loss.length - tokens)
+    recomputes = loss.args.gradient_checkpointing or loss.recomputed
     if loss.args.gradient_checkpointing and options.adaptive_checkpointing:
         known = KnownBytes()
         known.read(layers[-1], policy.dtype.itemsize, tileable if options.tiles else no_modules)
         memory = Memory(free=loss.free, others=beside + _gradients(loss))
-        estimated = tokens + (loss.rows * loss.length - tokens) // COPIED
 
         def planned() -> LayerPlan:
-            sizes = known.layers(len(layers), width * estimated, estimated, rows * tiles.TILE)
-            return known.plan(memory, sizes, long, options.activation_offloading)
+            sizes = known.layers(len(layers), width * tokens, counting, rows * tiles.TILE)
+            return known.plan(memory, sizes, counting > rows * tiles.TILE, options.activation_offloading)
 
         plans = [planned()]
         if plans[0].kept:
@@ -106,8 +108,10 @@ def _planned(loss: PlannedLoss, options: PackedOptions, tokens: int, counted: Me
     device = _peak(plans[-1], len(layers), width * tokens, counted) + beside
     told = _told(plans[-1], len(layers))
     adaptive = loss.args.gradient_checkpointing and options.adaptive_checkpointing and options.packing
-    if adaptive and plans[-1].kept == len(layers) and options.joined is not False and loss.further:
+    if adaptive and plans[-1].kept == len(layers) and options.joined is not False and loss.accumulates:
         told = f"{told}, and micro-batches share a pass as far as memory allows"
+    if loss.sharded and loss.accumulates:
+        device += _gradients(loss)
     if loss.sharded:  # a layer's parameters and gradients are gathered, and the next layer's parameters
         largest = max(sum(p.numel() for p in layer.parameters()) for layer in layers)
         device += 3 * largest * autocast_dtype(loss.args).itemsize
@@ -143,17 +147,13 @@ def _peak(plan: LayerPlan, count: int, inputs: int, counted: MetaPass) -> int:
     return max(peaks)
 
 
-def _by_fsdp(loss: PlannedLoss) -> bool:
-    """Return whether FSDP lets all layers be recomputed."""
-    return loss.sharded and bool((loss.args.fsdp_config or {}).get("activation_checkpointing"))
-
-
 def _gradients(loss: PlannedLoss) -> int:
-    """Return the bytes of the gradients that a backward pass allocates; FSDP2 holds whole ones while micro-batches
-    accumulate."""
+    """Return the bytes of the gradients that a backward pass allocates. FSDP2 holds whole ones while micro-batches
+    accumulate, in the dtype of the products."""
     args: Any = loss.args
-    every = sum(p.nbytes for p in loss.policy.parameters if p.requires_grad)
-    return every // args.world_size if loss.sharded and args.gradient_accumulation_steps == 1 else every
+    itemsize = autocast_dtype(args).itemsize if loss.sharded else None
+    every = sum(p.numel() * (itemsize or p.itemsize) for p in loss.policy.parameters if p.requires_grad)
+    return every // args.world_size if loss.sharded and not loss.accumulates else every
 
 
 def _told(plan: LayerPlan, count: int) -> str:

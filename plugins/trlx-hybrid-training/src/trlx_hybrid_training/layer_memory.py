@@ -11,9 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
-from trlx_hybrid.errors import MemoryPlanError
-
-GIB = 1 << 30
 
 SHARE = 0.9
 """The share of the device's free memory that activations may be planned to take, since the allocator's blocks do not
@@ -37,7 +34,7 @@ UNDER_WAY = 3
 copied."""
 
 MARGIN = 1.25
-"""The factor by which a layer may keep more than is concluded from a count of the same layer in tiles."""
+"""The factor by which an estimate of a whole layer is raised, where the layer was counted in tiles only."""
 
 BY_COLUMN = 3
 """The most values that a layer was seen to keep for a token, as a multiple of the number of input and output columns of
@@ -124,30 +121,6 @@ class LayerPlan:
     tiled: bool = False
     offloaded: int = 0
 
-    def within(self, memory: Memory, layers: Layers, host: int, tokens: int) -> LayerPlan:
-        """Return the plan with only as many inputs in host memory as it holds. The others stay on the device.
-
-        Args:
-            memory: the memory of the device.
-            layers: what each layer keeps.
-            host: bytes of host memory that inputs may take.
-            tokens: the number of tokens in the forward pass.
-
-        Raises:
-            MemoryPlanError: device and host together hold less than the inputs.
-        """
-        needed, there = layers.count * layers.inputs, max(0, memory.free - memory.others)
-        fitting = min(self.offloaded, host // max(layers.inputs, 1))
-        if needed - fitting * layers.inputs > there:
-            raise MemoryPlanError(
-                f"The inputs of {layers.count} layers take {needed / GIB:.2f} GiB for a pass of {tokens} tokens. The "
-                f"device has {there / GIB:.2f} GiB for them, and the host {host / GIB:.2f}: enough for "
-                f"{tokens * (there + host) // needed} tokens. Lower per_device_train_batch_size or "
-                "max_completion_length, or give the process more host memory.",
-                owner="host arena",
-            )
-        return replace(self, offloaded=fitting)
-
 
 def plan(memory: Memory, layers: Layers, to_host: bool) -> LayerPlan:
     """Return what the layers of a forward pass are to do. They keep as much as memory holds. Where it does not hold one
@@ -231,13 +204,13 @@ class KnownBytes:
             self._widths = every or 0, beside or 0
 
     def layers(self, count: int, inputs: int, tokens: int, tile: int) -> Layers:
-        """Return the bytes that layers keep in a forward pass, after `read`. What linear modules tell is as far too
-        much of a whole layer as it was found to be of a layer in tiles.
+        """Return the bytes that layers keep in a forward pass, after `read`. Linear modules tell too much. Where a
+        layer was counted in tiles only, the estimate of a whole layer is lowered by the same factor.
 
         Args:
             count: the number of layers.
             inputs: bytes of a layer's input.
-            tokens: the number of tokens in the forward pass.
+            tokens: the number of tokens in the forward pass, with a part of those that are only copied.
             tile: the number of tokens in the tiles of all its rows; none is tiled that has as many tokens.
         """
         by_width, beside_tiles = self._widths or (0, 0)

@@ -1,10 +1,10 @@
 """Forward and backward passes of a model's layers on the meta device, where tensors have shapes and no memory. They
 count the bytes that the same passes take on a GPU.
 
-The passes run the code that a run's own passes run: the model's, this plugin's attention, LoRA layers and tiles. Two
+The passes run the code that a run's own passes run: the model's, this plugin's attention, LoRA layers and tiles. Three
 parts stand in for others. The fused LM head of TRL chooses tokens by their labels, whose number the meta device cannot
-tell, so `_Head` allocates what it allocates. And a kernel's workspace is not seen, so that of flash attention's
-backward pass is added.
+tell, so `_Head` allocates what it allocates. A kernel's workspace is not seen, so that of flash attention's backward
+pass is added. And all rows are computed by torch's kernel for ragged rows, also those for which a run takes cuDNN.
 """
 
 from __future__ import annotations

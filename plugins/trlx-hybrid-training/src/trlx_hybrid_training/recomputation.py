@@ -57,6 +57,16 @@ A layer keeps more than this many times as much for a computed token as for a co
 """
 
 
+def estimated(tokens: int, copied: int) -> int:
+    """Return the number of computed tokens for which a layer keeps as much as in this pass, or a little more.
+
+    Args:
+        tokens: how many tokens the pass computes.
+        copied: the number of tokens of shared prompts that it only copies.
+    """
+    return tokens + copied // COPIED
+
+
 def layers_of(model: nn.Module) -> list[GradientCheckpointingLayer]:
     """Return the layers of a transformers model that gradient checkpointing can recompute, in model order.
 
@@ -127,7 +137,7 @@ class Recomputation:
         if not layers or not torch.is_grad_enabled() or not layers[-1].training:
             yield
             return
-        chosen = self._plan(tokens + copied // COPIED, rows, layers)
+        chosen = self._plan(tokens, copied, rows, layers)
         if self.recomputed is None and chosen.kept == 1 and self._session.ranks.rank == 0:
             logger.info("The first loss recomputes all layers but one, whose activations are counted.")
         self._say(chosen, tokens, len(layers))
@@ -218,7 +228,7 @@ class Recomputation:
         memory = self._memory() if counts else Memory(free=0, others=0)
 
         def fits(number: int) -> bool:
-            sizes = self._sizes(sum(tokens[:number]), 1, layers)
+            sizes = self._sizes(sum(tokens[:number]), 0, 1, layers)
             return sizes.kept_in(memory) == len(layers)
 
         count = next((number for number in counts if fits(number)), 1)
@@ -233,27 +243,34 @@ class Recomputation:
         """Return the layers for which gradient checkpointing is on, in model order."""
         return [layer for layer in layers_of(self._session.policy.base) if layer.gradient_checkpointing]
 
-    def _plan(self, tokens: int, rows: int, layers: Sequence[GradientCheckpointingLayer]) -> LayerPlan:
-        """Return what the layers are to do in a forward pass of so many tokens. Collective where the policy is sharded.
+    def _plan(self, tokens: int, copied: int, rows: int, layers: Sequence[GradientCheckpointingLayer]) -> LayerPlan:
+        """Return what the layers are to do in a forward pass. Collective where the policy is sharded.
 
         Until a layer was counted, at most one is kept, to count it: of short rows in any case, of long ones where its
         linear modules tell that it fits.
+
+        Args:
+            tokens, copied, rows: see `chosen`.
         """
-        sizes = self._sizes(tokens, rows, layers)
+        sizes = self._sizes(tokens, copied, rows, layers)
         to_host = self._options.activation_offloading and self._session.policy.device.type in OFFLOADING
-        memory = self._memory()
-        found = self._known.plan(memory, sizes, tokens > rows * tiles.TILE, to_host)
+        long = estimated(tokens, copied) > rows * tiles.TILE
+        found = self._known.plan(self._memory(), sizes, long, to_host)
         if found.offloaded:  # the ranks of a host decide before any of them has taken its share
             ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             room = self.host.bytes + int(host_memory.free_bytes() * SHARE) // ranks
-            found = found.within(memory, sizes, room, tokens)
+            found = replace(found, offloaded=min(found.offloaded, room // max(sizes.inputs, 1)))
         return replace(found, kept=min(self._session.ranks.gather(found.kept))) if self._sharded else found
 
-    def _sizes(self, tokens: int, rows: int, layers: Sequence[GradientCheckpointingLayer]) -> Layers:
-        """Return the bytes that layers keep in a forward pass of so many tokens."""
+    def _sizes(self, tokens: int, copied: int, rows: int, layers: Sequence[GradientCheckpointingLayer]) -> Layers:
+        """Return the bytes that layers keep in a forward pass.
+
+        Args:
+            tokens, copied, rows: see `chosen`.
+        """
         in_tiles = tileable if self._options.tiles else no_modules
         self._known.read(layers[-1], self._session.policy.dtype.itemsize, in_tiles)
-        return self._known.layers(len(layers), self._input * tokens, tokens, rows * tiles.TILE)
+        return self._known.layers(len(layers), self._input * tokens, estimated(tokens, copied), rows * tiles.TILE)
 
     def _memory(self) -> Memory:
         """Return how many bytes of the device are free, and how many of these will be needed for something other than

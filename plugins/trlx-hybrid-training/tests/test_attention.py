@@ -17,6 +17,7 @@ from trlx_hybrid_training.whole_rows import whole_rows
 LAYER = SimpleNamespace(is_causal=True, num_key_value_groups=2)
 ALONE = {"segments": (5, 1, 9), "prefixes": ((0, 0), (1, 0), (2, 0))}
 SHARED = {"segments": (9, 3, 4, 1, 6, 70), "prefixes": ((0, 0), (0, 5), (2, 0), (0, 5), (2, 3), (0, 5))}
+LATE = {"segments": (9, 140), "prefixes": ((0, 0), (0, 5))}  # more queries than numbers in one of them
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch's kernel for ragged rows runs on GPUs")
 
 
@@ -73,9 +74,22 @@ def windows(*sizes):
 
 
 @windows(None, 1, 4, 100)
-@pytest.mark.parametrize("case", [ALONE, SHARED], ids=["alone", "shared"])
+@pytest.mark.parametrize("case", [ALONE, SHARED, LATE], ids=["alone", "shared", "late"])
 def test_rows_attend_to_themselves_and_to_the_prefix_that_they_share(case, window):
     assert difference(case, torch.float32, window=window) < 1e-6
+
+
+@pytest.mark.parametrize(("case", "queries"), [(SHARED, [9, 3, 4, 1, 6, 70]), (LATE, [9, 145])], ids=["few", "many"])
+def test_a_prefix_is_computed_once_where_few_queries_follow(case, queries, monkeypatch):
+    """On a CPU. Many queries have zeros before them, which take less memory than a mask."""
+    seen, stock = [], torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda query, *args, **given: seen.append(query.shape[2]) or stock(query, *args, **given),
+    )
+    attention(LAYER, *tensors(case), None, scaling=0.2, **packed(**case))
+    assert seen == queries
 
 
 @ON_GPU

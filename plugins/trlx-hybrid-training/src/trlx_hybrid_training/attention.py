@@ -155,15 +155,20 @@ def attention(
     of_rows = (torch.split(t, n, dim=2) for t, n in ((query, list(segments)), (key, lengths), (value, lengths)))
     for q, k, v in zip(*of_rows, strict=True):
         prefix = k.shape[2] - q.shape[2]
-        if sliding_window is not None and sliding_window < k.shape[2]:
-            seen = torch.ones(k.shape[2], k.shape[2], dtype=torch.bool, device=k.device).tril().triu(1 - sliding_window)
+        windowed = sliding_window is not None and sliding_window < k.shape[2]
+        # A mask is kept for the backward pass, and so are queries of zeros: of a few queries, the mask is smaller.
+        few = prefix > 0 and q.device.type == "cpu" and q.shape[2] < q.shape[1] * q.shape[3]
+        if windowed or few:
+            seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=k.device).tril(prefix)
+            if sliding_window is not None:
+                seen = seen.triu(prefix + 1 - sliding_window)
             outs.append(
                 nn.functional.scaled_dot_product_attention(
-                    q, k, v, attn_mask=seen[prefix:], dropout_p=dropout, scale=scaling, enable_gqa=grouped
+                    q, k, v, attn_mask=seen, dropout_p=dropout, scale=scaling, enable_gqa=grouped
                 )
             )
             continue
-        if prefix:  # its queries are zeros and their outputs dropped: a mask would be kept for the backward pass
+        if prefix:  # these queries are zeros, and their outputs are dropped
             q = nn.functional.pad(q, (0, 0, prefix, 0))
         out = nn.functional.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout, scale=scaling, is_causal=True, enable_gqa=grouped

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,9 @@ from .options import MultiTurnOptions
 from .progress import Progress
 from .tool_calls import check_tools
 from .tools.runner import ToolRunner
+from .tools.threads import CLOSE_SECONDS
+
+logger = logging.getLogger(__name__)
 
 Play = Callable[[], TrajectoryCoroutine]
 """A coroutine function that plays a row of a pool, from where it is to its end."""
@@ -86,8 +90,13 @@ class RowsInFlight:
             raise
 
     def close(self) -> None:
-        """End the trajectories, and abandon their tool calls. The pool keeps what they have."""
+        """End the trajectories. Calls that are under way are waited for, so that environments can be closed, and those
+        that take longer than `CLOSE_SECONDS` are abandoned. The pool keeps what the trajectories have."""
         if self._loop is not None:
+            try:
+                self._loop.settle(CLOSE_SECONDS)
+            except Exception as error:  # the run is over, and nobody trains on this trajectory
+                logger.info("A trajectory broke off at the end of the run: %s", error)
             self._loop.close()
         self._known.clear()
 

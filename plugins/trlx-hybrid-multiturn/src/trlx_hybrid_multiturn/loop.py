@@ -268,6 +268,19 @@ class Loop:
         """
         self._waiting += trajectories
 
+    def settle(self, seconds: float) -> None:
+        """Wait for the calls of tools and environments that are under way, after `go_on`. Requests are held.
+
+        Args:
+            seconds: how long at most.
+        """
+        until = time.monotonic() + seconds
+        while any(isinstance(run.waiting_for, CallTool) for run in self._live):
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            self._deliver(left)
+
     def close(self) -> None:
         """End all trajectories, and abandon the calls of tools."""
         live, waiting, self._live, self._waiting = self._live, self._waiting, {}, deque()

@@ -13,8 +13,9 @@ from trlx_hybrid.policy.precision import autocast_dtype
 from . import attention, tiles
 from .layer_memory import UNDER_WAY, KnownBytes, LayerPlan, Memory
 from .meta_pass import MetaPass
-from .micro_batches import WORTH
+from .micro_batches import WORTH, RowLengths
 from .packing import refused
+from .prefixes import of_prompts
 from .recomputation import beside_activations, estimated, layers_of, no_modules
 from .tiles import tileable
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .options import PackedOptions
+    from .prefixes import Prefixes
 
 logger = logging.getLogger(__name__)
 
@@ -59,20 +61,16 @@ def activations(loss: PlannedLoss, options: PackedOptions) -> Activations | None
         return None
 
 
-def rows_of(loss: PlannedLoss, shares: bool) -> tuple[list[int], list[tuple[int, int]]]:
+def rows_of(loss: PlannedLoss, shares: bool) -> tuple[list[int], Prefixes]:
     """Return segments and prefixes (see `attention.attention`) of rows that are as long as they may be.
 
     Args:
         shares: whether a prompt is computed once for all rows that have it, where this saves enough tokens.
     """
-    first = [row for row in range(loss.rows) if row < loss.prompts]
-    prefix = loss.length - loss.completion - 1
-    whole, saved = loss.rows * loss.length, (loss.rows - len(first)) * max(prefix, 0)
-    if not shares or whole - saved >= WORTH * whole:
-        return [loss.length] * loss.rows, [(row, 0) for row in range(loss.rows)]
-    other = loss.rows - len(first)
-    segments = [loss.length] * len(first) + [loss.length - prefix] * other
-    return segments, [(row, 0) for row in first] + [(row % len(first), prefix) for row in range(other)]
+    rows, prompt = range(loss.rows), loss.length - loss.completion
+    lengths = RowLengths([loss.length for _ in rows], [row % loss.prompts for row in rows], [prompt - 1 for _ in rows])
+    prefixes = of_prompts(lengths, WORTH if shares else 0.0)
+    return [loss.length - tokens for _, tokens in prefixes], prefixes
 
 
 def _planned(loss: PlannedLoss, options: PackedOptions, tokens: int, counted: MetaPass) -> Activations:

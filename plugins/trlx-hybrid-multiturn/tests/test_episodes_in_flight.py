@@ -183,6 +183,20 @@ def test_an_environment_that_does_not_close_is_named(train, caplog, monkeypatch)
     assert any("environments were not closed: Hangs." in record.message for record in caplog.records)
 
 
+@pytest.mark.parametrize("tools", ["main", "thread"])
+def test_an_environment_that_fails_to_close_at_the_end_is_named(train, caplog, tools):
+    class Fails(Doubts):
+        def close(self):
+            if done:
+                raise ValueError("still locked")
+
+    done = []
+    run, _, _ = train(episodes(Fails), callbacks=[Stops()], options={"tools": tools})
+    done.append(True)
+    run.close()
+    assert any("not closed: environment 'Fails.close' raised" in record.message for record in caplog.records)
+
+
 class Evaluates(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         control.should_evaluate = True

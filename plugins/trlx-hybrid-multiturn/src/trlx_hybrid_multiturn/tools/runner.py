@@ -340,7 +340,7 @@ class ToolRunner:
             logger.warning("%s Such calls are counted as hybrid/tools/cut_off from here on.", outcome.lost)
 
     def leave(self, name: str, call: Coroutine[CallTool, Any, None]) -> None:
-        """Begin a call for whose outcome no trajectory waits. `close` waits for it.
+        """Begin a call for whose outcome no trajectory waits. `close` waits for it. A warning is logged if it fails.
 
         Args:
             name: what is called, for messages.
@@ -350,9 +350,19 @@ class ToolRunner:
             begun, over = call.send(None), Event()
         except StopIteration:  # it has nothing to call
             return
+
+        def end(outcome: Outcome) -> None:
+            try:
+                call.send(outcome)
+            except StopIteration:
+                pass
+            except Exception as error:
+                logger.warning("An environment was not closed: %s", error)
+            finally:
+                over.set()
+
         self._left.append((name, over))
-        begun.start(lambda outcome: over.set())
-        call.close()
+        begun.start(end)
 
     def close(self) -> None:
         """End threads and processes. A thread that hangs in a tool stays, and ends with the interpreter. Waits for the

@@ -128,14 +128,15 @@ def _result(model: str, case: str, warm: int, curves: Curves) -> Result:
         raise ValueError("The arms trained on completions of other lengths.")
     steady = {limit: tuple(found["seconds"][warm:-warm]) for limit, found in curves.items()}
     means = {f"staleness-{limit}_{case}": statistics.fmean(seconds) for limit, seconds in steady.items()}
-    first = next(iter(means.values()))
+    metrics = {f"step_seconds_{name}": mean for name, mean in means.items()}
+    if first := means.get(f"staleness-0_{case}"):
+        metrics |= {f"step_speedup_{name}": first / mean for name, mean in means.items()}
     return Result(
         benchmark=named(model),
         device=accelerator(),
         peer="staleness-0",
         measurements=[Measurement(f"staleness-{limit}", seconds, case) for limit, seconds in steady.items()],
-        metrics={f"step_seconds_{name}": mean for name, mean in means.items()}
-        | {f"step_speedup_{name}": first / mean for name, mean in means.items()},
+        metrics=metrics,
         settings={"model": model, "warm": warm, "curves": {case: curves}},
     )
 
